@@ -1,0 +1,43 @@
+# make demo      set everything up and run the main job (GSM8K GRPO with a live vLLM engine)
+# make test      set everything up and pass the tests (minutes; `make test-slow` runs the rest)
+PYTHON ?= python3
+VENV ?= .venv
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: install demo test test-slow test-gpu check bench clean
+.DELETE_ON_ERROR:
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml requirements/cpu.txt requirements/gpu.txt requirements/gpu-no-deps.txt requirements/install.sh
+	GPU="$(GPU)" PYTHON="$(PYTHON)" bash requirements/install.sh $(VENV)
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/sparrowrl demo $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels/test_triton_interpreter.py
+
+test-slow: $(INSTALLED)
+	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(INSTALLED)
+	$(BIN)/pytest -m gpu $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/aot.py
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/transport.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs
