@@ -15,6 +15,11 @@ def pack(value: object) -> bytes:
     return bytes(msgpack.packb(value, use_bin_type=True))
 
 
+def array_head(length: int) -> bytes:
+    """The bytes that go before the elements of an array."""
+    return bytes(msgpack.Packer().pack_array_header(length))
+
+
 def unpack(what: str, data: bytes | memoryview, max_array: int) -> Any:
     """The one value in `data`; arrays come as lists, maps as tuples of pairs. Raises CorruptData."""
     try:
