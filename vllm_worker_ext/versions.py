@@ -1,0 +1,62 @@
+"""What differs between the vLLM versions that were tested, and what this plugin does not support in any of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from sparrowrl.errors import EngineUnsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One tested vLLM release. `stamps_requests`: finished requests say which weight versions made which tokens."""
+
+    stamps_requests: bool
+
+
+TESTED: dict[str, Facts] = {
+    "0.29.0": Facts(stamps_requests=False),
+    "0.32.0": Facts(stamps_requests=True),
+}
+
+
+def facts(untested_ok: bool | None = None) -> Facts:
+    """What holds for the vLLM that is installed; an untested one is taken for the newest tested.
+
+    Raises EngineUnsupported for an untested version unless `untested_ok` (default: SPARROWRL_UNTESTED_VLLM=1).
+    """
+    import vllm
+
+    version = str(vllm.__version__).split("+")[0]
+    if untested_ok is None:
+        untested_ok = os.environ.get("SPARROWRL_UNTESTED_VLLM") == "1"
+    if version not in TESTED and not untested_ok:
+        raise EngineUnsupported(
+            f"vLLM {version}: expected one of {', '.join(TESTED)}, the tested ones; set SPARROWRL_UNTESTED_VLLM=1 to try it"
+        )
+    return TESTED.get(version, TESTED[max(TESTED)])
+
+
+def check_supported(config: Any) -> None:
+    """Raise EngineUnsupported, naming the feature, if a VllmConfig asks for one that was not tested with live updates."""
+    parallel, model = config.parallel_config, config.model_config
+    speculative = config.speculative_config
+    refused = {
+        f"data parallel size {parallel.data_parallel_size}": parallel.data_parallel_size > 1
+        or parallel.data_parallel_index > 0,
+        f"pipeline parallel size {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        f"tensor parallel size {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"a world of {parallel.world_size} workers": parallel.world_size > 1,
+        "expert load balancing": parallel.enable_eplb,
+        "sleep mode": model.enable_sleep_mode,
+        f"quantization {model.quantization}": model.quantization is not None,
+        "a multimodal model": model.is_multimodal_model,
+        "LoRA": config.lora_config is not None,
+        "a draft model": speculative is not None and speculative.method != "ngram",
+        "a KV connector": config.kv_transfer_config is not None,
+    }
+    named = [what for what, asked in refused.items() if asked]
+    if named:
+        raise EngineUnsupported(f"{', '.join(named)}: not supported together with live weight updates; turn it off")
