@@ -73,7 +73,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """All of a regular file; does not follow a symbolic link. Raises OSError, and LimitExceeded beyond `limit` bytes."""
+    """All of a file, which must not be a symbolic link. Raises OSError, and LimitExceeded beyond `limit` bytes."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:

@@ -42,6 +42,11 @@ class SegmentRef:
     digest: bytes
     length: int
 
+    @classmethod
+    def of(cls, data: bytes) -> SegmentRef:
+        """The reference to a segment with these bytes."""
+        return cls(blake3(data).digest(), len(data))
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -192,6 +192,13 @@ def decode_segment(data: bytes, layout: Layout, device: torch.device | str = "cp
     return blocks
 
 
+def tensors_in(data: bytes) -> set[int]:
+    """The numbers of the tensors that a segment has blocks of, read from its header alone. Raises FormatError."""
+    entries, _ = _read_head(data)
+    rows = [limits.check_list("block", entry, 5) for entry in entries]
+    return {limits.check_int("block tensor", row[0], 0, limits.TENSORS) for row in rows}
+
+
 class _Boxes:
     """Checks a segment's list of blocks before any payload is looked at."""
 
@@ -244,4 +251,4 @@ def _read_head(data: bytes) -> tuple[list[object], int]:
     return limits.check_list("segment header", entries), at
 
 
-__all__ = ["TARGET_BYTES", "DenseBlock", "SegmentPacker", "SparseBlock", "choose", "decode_segment"]
+__all__ = ["TARGET_BYTES", "DenseBlock", "SegmentPacker", "SparseBlock", "choose", "decode_segment", "tensors_in"]
