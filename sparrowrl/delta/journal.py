@@ -208,9 +208,10 @@ class Journal:
     # Writing
 
     @contextmanager
-    def write_lock(self) -> Iterator[str]:
+    def write_lock(self, *, keep_drafts: bool = False) -> Iterator[str]:
         """Hold the run's only writer's place and drop what an earlier writer left half done; yields a token.
 
+        `keep_drafts` is for a hub that comes back while its writer goes on: then drafts stay.
         Raises JournalLocked, at once, if another process (or another Journal of this one) holds it.
         """
         with lock.writer_lock(self._directory / "writer.lock") as token:
@@ -361,8 +362,8 @@ class Journal:
             raise CorruptData(f"delta {delta.base} -> {delta.target}: its fingerprints do not give its target state")
         return tuple(changed)
 
-    def _drop_leftovers(self) -> None:
-        for draft in self.drafts():
+    def _drop_leftovers(self, keep_drafts: bool) -> None:
+        for draft in () if keep_drafts else self.drafts():
             log.warning("run %s: dropping the unfinished artifact %d/%s", self.run, draft.target, draft.name)
             self.remove(draft)
         layouts = self._directory / "layout"
