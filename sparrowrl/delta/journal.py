@@ -218,7 +218,7 @@ class Journal:
             self._writes = True
             try:
                 with files.as_journal_error(self._directory, "dropping unfinished artifacts of"):
-                    self._drop_leftovers()
+                    self._drop_leftovers(keep_drafts)
                 yield token
             finally:
                 self._writes = False
