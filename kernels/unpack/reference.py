@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,8 @@ def unpack(
             rest >>= -(-bits // 32) * 32
     if not all(-(1 << limit) <= d < 1 << limit for d in steps):
         raise CorruptData(f"expected steps of {limit + 1} bits")
+    if any(p >= q for p, q in pairwise(positions)):
+        raise CorruptData("expected positions that ascend")
     ps_tensor, ds_tensor = torch.tensor(positions, dtype=torch.int64), torch.tensor(steps, dtype=dtype)
     again = pack(ps_tensor, ds_tensor, elements, tile_log2)
     if not all(torch.equal(x, y.cpu()) for x, y in zip(again, (counts, buckets, words), strict=True)):
