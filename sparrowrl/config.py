@@ -74,6 +74,7 @@ class EngineConfig:
     in_flight: str = "keep"
     audit_every: int = 0
     connections: int = 4
+    start_timeout: int = 300
     export_dir: Path | None = None
     insist_on_version: bool = False
 
@@ -97,6 +98,7 @@ class EngineConfig:
             in_flight=in_flight,
             audit_every=_whole_number(environment, "SPARROWRL_AUDIT_EVERY", 0),
             connections=_whole_number(environment, "SPARROWRL_CONNECTIONS", 4),
+            start_timeout=_whole_number(environment, "SPARROWRL_START_TIMEOUT", 300),
             export_dir=Path(export_dir) if export_dir else None,
             insist_on_version=environment.get("SPARROWRL_UNTESTED_VLLM") == "1",
         )

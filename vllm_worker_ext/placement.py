@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -114,8 +115,8 @@ class Placement:
         torch.autograd.graph.increment_version([p for p in self.parameters if not p.is_inference()])
 
 
-def learn_placement(model: Model, layout: Layout, tied: bool) -> Placement:
-    """Watch `model.load_weights` place the tensors of `layout`; `tied` says that the output head shares the embedding.
+def learn_placement(model: Model, layout: Layout) -> Placement:
+    """Watch `model.load_weights` place the tensors of `layout`.
 
     Raises PlacementError, naming the tensor, unless every checkpoint weight has exactly one place and every parameter
     element is either such a place or constant padding. Writes nothing.
@@ -138,7 +139,7 @@ def learn_placement(model: Model, layout: Layout, tied: bool) -> Placement:
             f"{type(error).__name__}: {error}"
         ) from error
     storages.check_unmoved(model)
-    aliases = _alias_tied_head(layout, watch.pieces) if tied else frozenset()
+    aliases = _find_aliases(layout, watch.pieces, storages)
     for number, spec in enumerate(layout.tensors):
         _check_source(spec.name, spec.numel, watch.pieces[number])
     storages.check_covered([piece for n, some in enumerate(watch.pieces) if n not in aliases for piece in some], watch.padding)
@@ -271,23 +272,29 @@ def _piece(name: str, live: int, target: Tensor, source: Tensor) -> Piece:
             merged[-1] = (outer_size * size, s, t)
         else:
             merged.append((size, s, t))
-    for (_, outer, _), (size, s, _) in zip(merged, merged[1:], strict=False):
+    for (_, outer, _), (size, s, _) in pairwise(merged):
         if s < 1 or outer < s * size:
             raise PlacementError(f"{name}: expected a region of distinct elements, got strides {source.stride()}")
     sizes, source_strides, target_strides = (tuple(column) for column in zip(*merged, strict=True))
     return Piece(sizes, source.storage_offset(), source_strides, live, target.storage_offset(), target_strides)
 
 
-def _alias_tied_head(layout: Layout, pieces: list[list[Piece]]) -> frozenset[int]:
-    """A tied model's loader leaves the output head out: give it the pieces of the embedding that it shares."""
-    by_end = {spec.name.rsplit(".", 2)[-2]: n for n, spec in enumerate(layout.tensors) if spec.name.endswith(".weight")}
-    head, embedding = by_end.get("lm_head"), by_end.get("embed_tokens")
-    if head is None or embedding is None or pieces[head]:
-        return frozenset()
-    if layout.tensors[head].shape != layout.tensors[embedding].shape:
-        raise PlacementError(f"{layout.tensors[head].name}: expected the shape of the embedding that it is tied to")
-    pieces[head] = list(pieces[embedding])
-    return frozenset({head})
+def _find_aliases(layout: Layout, pieces: list[list[Piece]], storages: _Storages) -> frozenset[int]:
+    """Give a tensor that the loader leaves out the pieces of the one with which the engine shares its memory.
+
+    So it is with the output head of a tied model whose trainer publishes it as well.
+    """
+    aliases = set()
+    whole = {some[0].live: n for n, some in enumerate(pieces) if len(some) == 1}
+    for number, spec in enumerate(layout.tensors):
+        parameter = storages.named.get(spec.name)
+        if pieces[number] or parameter is None:
+            continue
+        owner = whole.get(storages.find(parameter) or 0)
+        if owner is not None and layout.tensors[owner].shape == spec.shape:
+            pieces[number] = list(pieces[owner])
+            aliases.add(number)
+    return frozenset(aliases)
 
 
 def _check_source(name: str, numel: int, pieces: Sequence[Piece]) -> None:

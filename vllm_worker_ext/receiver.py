@@ -50,9 +50,8 @@ class Reply(TypedDict):
 class Receiver:
     """The state machine of one rank: exactly at a version, or unknown until an anchor restores it."""
 
-    def __init__(self, model: Model, rank: int, tied: bool) -> None:
-        """`tied` says that the model's output head is its embedding."""
-        self._model, self.rank, self._tied = model, rank, tied
+    def __init__(self, model: Model, rank: int) -> None:
+        self._model, self.rank = model, rank
         self._lock = threading.RLock()  # held while live weights or what is staged are read or written
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,7 +127,7 @@ class Receiver:
         origin = read_manifest(node, NextArtifact(key, "origin", None, 0), credentials.run, credentials.run_key)
         layout = Layout.from_bytes(node.key_path(layout_key(credentials.run, origin.layout)).read_bytes())
         origin.check_layout(layout)
-        self._placement = learn_placement(self._model, layout, self._tied)
+        self._placement = learn_placement(self._model, layout)
         wanted = tuple(tensor.fingerprint for tensor in origin.tensors)
         try:
             self._check_live(wanted, 0)

@@ -1,0 +1,63 @@
+"""The agent as a child process: started, restarted when it dies, and told to leave by closing its standard input."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sparrowrl.config import EngineConfig
+
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+_STEADY_S = 60.0  # one that lived as long as this is restarted at once
+_LEAVE_S = 5.0
+
+logger = logging.getLogger("sparrowrl")
+
+
+class AgentProcess:
+    """Owner of one `sparrowrl agent` process for the node directory `root`."""
+
+    def __init__(self, root: Path, config: EngineConfig) -> None:
+        self._command = [
+            *(sys.executable, "-m", "sparrowrl.cli.main", "agent"),
+            *("--node-dir", str(root)),
+            *("--hub", config.hub),
+            *("--token-file", str(config.token_file)),
+            *("--engine-id", config.engine_id),
+            *("--connections", str(config.connections)),
+        ]
+        self._backoff = 0.0
+        self._start()
+
+    def poll(self) -> None:
+        """Start another if it died, after a pause that grows with each death. Call this often."""
+        if self._process.poll() is None:
+            return
+        now = time.monotonic()
+        if self._again_at is None:
+            lived = now - self._started
+            self._backoff = 0.0 if lived > _STEADY_S else min(max(2 * self._backoff, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
+            self._again_at = now + self._backoff
+            code = self._process.returncode
+            logger.error("the agent (pid %d) ended with code %d; next in %.1f s", self._process.pid, code, self._backoff)
+        elif now >= self._again_at:
+            self._start()
+
+    def close(self) -> None:
+        """Tell it to leave, and kill it if it does not within 5 s."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_LEAVE_S)
+
+    def _start(self) -> None:
+        self._started = time.monotonic()
+        self._again_at: float | None = None
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)

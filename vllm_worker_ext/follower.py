@@ -1,0 +1,382 @@
+"""The follower: in vLLM's engine core, has the workers activate what they have staged, between two engine steps."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from sparrowrl.config import EngineConfig
+from sparrowrl.delta.manifest import Manifest
+from sparrowrl.errors import DeadlineExceeded, SparrowError, StateError, UnknownState
+from sparrowrl.transport.node import Activation, Answer, EngineStatus, ErrorInfo, NodeDirectory, Request
+from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
+from sparrowrl.vllm_worker_ext.hooks import JOB
+from sparrowrl.vllm_worker_ext.prefixes import Prefixes
+from sparrowrl.vllm_worker_ext.receiver import Reply
+from sparrowrl.vllm_worker_ext.versions import check_supported, facts
+from sparrowrl.vllm_worker_ext.worker_extension import call_receiver
+
+_POLL_S = 0.005
+_CALL_S = 600.0  # for one call of the workers: an audit or a restore of a large model may take minutes
+_KEPT = 64
+_PROGRESS_S = 10.0
+
+logger = logging.getLogger("sparrowrl")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What is being fetched and staged, and how many tokens had been generated when it began."""
+
+    key: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An artifact that all ranks have staged, and how long it took to fetch and to stage it, in milliseconds."""
+
+    key: str
+    manifest: Manifest
+    fetch_ms: float
+    stage_ms: float
+
+
+class Follower:
+    """Keeps one engine at its trainer's newest version.
+
+    Two threads touch it: the core's own, which runs every job (activation, audit, export), and the watcher, which reads the
+    node directory and submits jobs. Nothing is submitted while a job is waiting or running.
+    """
+
+    def __init__(self, core: Any, config: EngineConfig, node: NodeDirectory) -> None:
+        self.prefixes = Prefixes()
+        self.status = EngineStatus()
+        self.tokens = 0
+        self._core, self._config, self._node = core, config, node
+        self._world = core.vllm_config.parallel_config.world_size
+        self._calls = itertools.count(1)
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._busy = threading.Event()
+        self._transfer: Transfer | None = None
+        self._draining: Ready | None = None
+        self._stop = threading.Event()
+        self._agent = AgentProcess(node.root, config)
+        self._watcher = threading.Thread(target=self._watch, name="sparrowrl-follower", daemon=True)
+
+    @classmethod
+    def start(cls, core: Any) -> Follower:
+        """Begin to follow: version 0 proved and the newest version activated before this returns.
+
+        Raises EngineUnsupported, ConfigError, PlacementError, FingerprintMismatch, or DeadlineExceeded if the hub cannot
+        be reached or gives no way to its newest version within SPARROWRL_START_TIMEOUT seconds.
+        """
+        config = EngineConfig.from_environment()
+        facts(config.insist_on_version)
+        check_supported(core.vllm_config)
+        node = NodeDirectory.create(config.engine_id)
+        follower = None
+        try:
+            follower = cls(core, config, node)
+            follower._catch_up(time.monotonic() + config.start_timeout)
+        except BaseException:
+            if follower is not None:
+                follower.close()
+            node.remove()
+            raise
+        follower._watcher.start()
+        return follower
+
+    def close(self) -> None:
+        """Stop following and remove the node directory. The engine keeps the weights that it has."""
+        self._stop.set()
+        if self._watcher.is_alive():
+            self._watcher.join(_CALL_S)
+        self._agent.close()
+        self._node.remove()
+
+    # Called by the engine core (hooks.py), on its own thread.
+
+    def before_step(self) -> bool:
+        """Run what is due between two steps; returns whether the engine may make a step now."""
+        while self._jobs:
+            self._jobs.popleft()()
+        if self._draining is not None:
+            self._end_drain()
+        if self.status.condition == "exact":
+            return True
+        if not hasattr(self._core, "input_queue") and self._core.scheduler.has_requests():
+            self._wait_for_anchor()
+        return self.status.condition == "exact"
+
+    def after_step(self, outputs: Any) -> None:
+        """Count what the step has generated."""
+        for some in (outputs or {}).values():
+            self.tokens += sum(len(output.new_token_ids) for output in some.outputs)
+
+    # The start.
+
+    def _catch_up(self, deadline: float) -> None:
+        newest = self._wait(deadline, "the newest version", self._known_newest)
+        self._wait(deadline, "the layout and the origin", lambda: self._origin_is_there())
+        replies = self._call("attach", str(self._node.root), str(self._config.token_file))
+        self._note(replies)
+        self._raise_failure(replies)
+        if self.status.condition == "exact":
+            self.status = replace(self.status, fingerprint_ok=True, audited=self.status.version, audit_ok=True)
+        while self.status.condition != "exact" or (self.status.version or 0) < newest:
+            what = f"version {newest} to be staged (now: {self.status.version}, {self.status.condition})"
+            self._activate_now(self._wait(deadline, what, self._ready))
+            newest = max(newest, self._known_newest() or 0)
+        self._core.set_weight_version(str(self.status.version))
+        self._write()
+        logger.info("at version %s, all live weights proved", self.status.version)
+
+    def _wait(self, deadline: float, what: str, look: Callable[[], Any]) -> Any:
+        """Poll `look` until it returns something other than None. Raises DeadlineExceeded that says what went wrong."""
+        told = time.monotonic()
+        while (found := look()) is None:
+            self._agent.poll()
+            now = time.monotonic()
+            if now > deadline or now > told + _PROGRESS_S:
+                told = now
+                agent = self._node.agent.read()
+                errors = [agent.error] if agent is not None else []
+                errors += [rank.error for rank in self._node.ranks().values()]
+                known = "; ".join(f"{e.error}: {e.message}" for e in errors if e is not None) or "no error so far"
+                if now > deadline:
+                    raise DeadlineExceeded(
+                        f"waited {self._config.start_timeout} s (SPARROWRL_START_TIMEOUT) for {what} from the hub at "
+                        f"{self._config.hub}: {known}"
+                    )
+                logger.warning("waiting for %s from the hub at %s: %s", what, self._config.hub, known)
+            self._stop.wait(_POLL_S)
+        return found
+
+    def _known_newest(self) -> int | None:
+        agent = self._node.agent.read()
+        return agent.newest if agent is not None and agent.connected else None
+
+    def _origin_is_there(self) -> bool | None:
+        runs = self._node.root / "runs"
+        return True if any(runs.glob("*/v/0/origin/manifest")) and any(runs.glob("*/layout/*")) else None
+
+    # The watcher's thread.
+
+    def _watch(self) -> None:
+        answered = 0
+        while not self._stop.wait(_POLL_S):
+            self._agent.poll()
+            if self._busy.is_set():
+                continue
+            try:
+                ready, request = self._ready(), self._node.request.read()
+            except (SparrowError, OSError) as error:
+                logger.error("node directory %s: %s", self._node.root, error)
+                continue
+            if ready is not None:
+                self._submit(partial(self._activate, ready))
+            elif request is not None and request.id > answered:
+                answered = request.id
+                self._submit(partial(self._answer, request))
+
+    def _ready(self) -> Ready | None:
+        """What all ranks have staged, if there is such a thing; notes when something new is on its way."""
+        wanted, agent, ranks = self._node.next.read(), self._node.agent.read(), self._node.ranks().values()
+        if wanted is None:
+            self._transfer = None
+            return None
+        if self._transfer is None or self._transfer.key != wanted.key:
+            self._transfer = Transfer(wanted.key, self.tokens)
+        if len(ranks) < self._world or any(rank.staged != wanted.key for rank in ranks):
+            return None
+        try:
+            data = (self._node.key_path(wanted.key) / "manifest").read_bytes()
+        except FileNotFoundError:  # given up meanwhile
+            return None
+        fetch_ms = agent.fetch_ms if agent is not None else 0.0
+        return Ready(wanted.key, Manifest.decode(data, None), fetch_ms, max(rank.stage_ms for rank in ranks))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        """Have the core's thread run `job` between two steps."""
+        self._busy.set()
+        if hasattr(self._core, "input_queue"):
+            self._core.input_queue.put_nowait((JOB, job))
+        else:
+            self._jobs.append(job)
+
+    # Jobs, on the core's thread.
+
+    def _activate(self, ready: Ready) -> None:
+        if self._config.in_flight == "drain" and not self._drained():
+            from vllm.v1.core.sched.interface import PauseState
+
+            self._draining = ready
+            self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            self._core._idle_state_callbacks.append(lambda core: self._end_drain())
+            return
+        self._activate_now(ready)
+        self._busy.clear()
+
+    def _drained(self) -> bool:
+        return not self._core.scheduler.running and not self._core.batch_queue
+
+    def _end_drain(self) -> None:
+        if self._draining is None or not self._drained():
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        ready, self._draining = self._draining, None
+        self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._activate_now(ready)
+        # An idle core is about to wait for input, and would not notice that requests can be scheduled again.
+        self._submit(self._busy.clear)
+
+    def _activate_now(self, ready: Ready) -> None:
+        """One activation: the engine makes no step while this runs."""
+        began = time.perf_counter()
+        scheduler = getattr(self._core, "scheduler", None)  # there is none yet while the engine starts
+        if scheduler is not None:
+            self._finish_batches()
+        before = set(scheduler.requests) if scheduler is not None else set()
+        in_flight = len(scheduler.running) if scheduler is not None else 0
+        old = self.status.state
+        replies = self._call("activate", ready.key)
+        self._note(replies)
+        ok = all(reply["ok"] for reply in replies)
+        if ok and scheduler is not None:
+            if self.status.state != old:
+                self.prefixes.change(ready.manifest.target_state, scheduler)
+            self._core.set_weight_version(str(self.status.version))
+        pause_ms = 1000 * (time.perf_counter() - began)
+        if not ok:
+            logger.error("activation of %s failed: %s", ready.key, self.status.error)
+            self.status = replace(self.status, fingerprint_ok=False)
+        else:
+            aborted = len(before - set(scheduler.requests)) if scheduler is not None else 0
+            self._record(ready, pause_ms, in_flight, aborted)
+            if self._config.audit_every and ready.manifest.target % self._config.audit_every == 0:
+                self._audit()
+        self._write()
+
+    def _record(self, ready: Ready, pause_ms: float, in_flight: int, aborted: int) -> None:
+        manifest, transfer = ready.manifest, self._transfer
+        activation = Activation(
+            version=manifest.target,
+            base=manifest.base,
+            kind=manifest.kind,  # type: ignore[arg-type]
+            changed=manifest.changed,
+            payload_bytes=manifest.payload_bytes,
+            fetch_ms=ready.fetch_ms,
+            stage_ms=ready.stage_ms,
+            pause_ms=pause_ms,
+            requests_in_flight=in_flight,
+            aborted=aborted,
+            tokens_during_transfer=self.tokens - transfer.tokens if transfer and transfer.key == ready.key else 0,
+            fingerprint_ok=True,
+        )
+        kept = (*self.status.activations, activation)[-_KEPT:]
+        self.status = replace(self.status, fingerprint_ok=True, activations=kept)
+        if manifest.kind == "anchor":  # a restore ends with an audit
+            self.status = replace(self.status, audited=manifest.target, audit_ok=True)
+        logger.info("version %d: %d weights changed, pause %.1f ms", manifest.target, manifest.changed, pause_ms)
+
+    def _finish_batches(self) -> None:
+        """Take the results of batches that were computed with the old weights, so that they are stamped as such."""
+        if not self._core.batch_queue:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler = self._core.scheduler
+        paused = scheduler.pause_state
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self._core.batch_queue:
+            self._core._process_engine_step()
+        scheduler.set_pause_state(paused)
+
+    def _answer(self, request: Request) -> None:
+        try:
+            answer = self._audit() if request.kind == "audit" else self._export()
+        except SparrowError as error:
+            answer = (False, str(error))
+        said = Answer(request.id, request.kind, *answer)
+        self.status = replace(self.status, answers=(*self.status.answers, said)[-_KEPT:])
+        self._write()
+        self._busy.clear()
+
+    def _audit(self) -> tuple[bool, str]:
+        replies = self._call("audit")
+        self._note(replies)
+        ok = all(reply["ok"] for reply in replies)
+        self.status = replace(self.status, audited=self.status.version, audit_ok=ok)
+        return ok, "; ".join(_outcome(reply) for reply in replies)
+
+    def _export(self) -> tuple[bool, str]:
+        folder = self._config.export_dir
+        if folder is None:
+            return False, "ConfigError: exports are off: start the engine with SPARROWRL_EXPORT_DIR"
+        replies = self._call("export", str(folder / f"{self._config.engine_id}-v{self.status.version}.safetensors"))
+        return all(reply["ok"] for reply in replies), "; ".join(_outcome(reply) for reply in replies)
+
+    def _wait_for_anchor(self) -> None:
+        """An engine without a loop of its own waits here for the anchor, since its caller would only spin."""
+        deadline = time.monotonic() + self._config.start_timeout
+        while self.status.condition != "exact":
+            if time.monotonic() > deadline:
+                raise UnknownState(f"no anchor came within {self._config.start_timeout} s; publish one: {self.status.error}")
+            self._stop.wait(_POLL_S)
+            while self._jobs:
+                self._jobs.popleft()()
+
+    # Between the follower and the workers.
+
+    def _call(self, method: str, *args: str) -> list[Reply]:
+        """Have every worker run a method of its receiver. Raises StateError if an answer is not to this call."""
+        call_id = next(self._calls)
+        replies: list[Reply] = self._core.model_executor.collective_rpc(
+            call_receiver, timeout=_CALL_S, args=(method, call_id, *args)
+        )
+        for reply in replies:
+            if reply["call_id"] != call_id:
+                raise StateError(f"{method}: expected an answer to call {call_id}, got one to {reply['call_id']}")
+        return replies
+
+    def _note(self, replies: list[Reply]) -> None:
+        """Take over what the ranks hold; the engine is at the lowest version, and exact if all agree."""
+        lowest = min(replies, key=lambda reply: -1 if reply["version"] is None else reply["version"])
+        agree = len({reply["state"] for reply in replies}) == 1 and all(r["condition"] == "exact" for r in replies)
+        errors = [reply["error"] for reply in replies if reply["error"] is not None]
+        self.status = replace(
+            self.status,
+            version=lowest["version"],
+            state=lowest["state"],
+            condition="exact" if agree else "unknown",
+            error=ErrorInfo(**errors[0]) if errors else None,
+        )
+        if not agree:
+            logger.error("what this engine holds is unknown, so it serves nothing until an anchor restores it")
+
+    def _raise_failure(self, replies: list[Reply]) -> None:
+        from sparrowrl import errors
+
+        for reply in replies:
+            if (error := reply["error"]) is not None:
+                raise getattr(errors, error["error"], StateError)(f"rank {reply['rank']}: {error['message']}")
+
+    def _write(self) -> None:
+        self._node.engine.write(self.status)
+
+
+def _outcome(reply: Reply) -> str:
+    error = reply["error"]
+    said = reply["detail"] if error is None else f"{error['error']}: {error['message']}"
+    return f"rank {reply['rank']}: {said}"
+
+
