@@ -19,10 +19,9 @@ from sparrowrl.kernels.bits import INT_OF_WIDTH
 MAGIC = b"SPSG"
 TARGET_BYTES = 2 << 20
 _HEAD = struct.Struct("<4sHHI")
-# A block that is added never brings more than half of what a segment may hold, so that a segment that is not yet half
-# full can take it.
+# A block never brings more than half of the weights that a segment may hold, so that one that is not yet half full can
+# take it.
 _BLOCK_WEIGHTS = limits.SEGMENT_WEIGHTS // 2
-_BLOCK_TILES = limits.SEGMENT_TILES // 2
 
 
 class SegmentPacker:
@@ -51,7 +50,6 @@ class SegmentPacker:
             if (
                 self._bytes >= self._target
                 or self._weights >= _BLOCK_WEIGHTS
-                or self._tiles >= _BLOCK_TILES
                 or len(self._entries) == limits.SEGMENT_BLOCKS
             ):
                 ready += self.flush()
@@ -70,7 +68,7 @@ class SegmentPacker:
     def _clear(self) -> None:
         self._entries: list[bytes] = []
         self._payloads: list[bytes] = []
-        self._bytes = self._weights = self._tiles = 0
+        self._bytes = self._weights = 0
 
     def _check(self, block: Block) -> None:
         if not 0 <= block.tensor < len(self._layout):
@@ -95,8 +93,11 @@ class SegmentPacker:
         self._payloads.append(payload)
         self._bytes += len(entry) + len(payload)
         self._weights += block.count
-        if isinstance(block, SparseBlock):
-            self._tiles += _tiles(block)
+
+
+def may_be_dense(sparse: SparseBlock) -> bool:
+    """Whether so much changed that `choose` is worth its while."""
+    return sparse.count * 8 >= sparse.box.elements
 
 
 def choose(sparse: SparseBlock, new_bits: torch.Tensor) -> Block:
@@ -104,16 +105,11 @@ def choose(sparse: SparseBlock, new_bits: torch.Tensor) -> Block:
 
     `new_bits` intw[elements]: all new bits of the sparse block's box, contiguous, in the box's own numbering.
     """
-    if sparse.count * 8 < sparse.box.elements:
+    if not may_be_dense(sparse):
         return sparse
     whole = DenseBlock(sparse.tensor, sparse.box, new_bits)
     sizes = [sum(len(payload) for _, payload in _encode(block, TARGET_BYTES)) for block in (sparse, whole)]
     return whole if sizes[1] < sizes[0] else sparse
-
-
-def _tiles(block: SparseBlock) -> int:
-    elements = block.box.elements
-    return fast.tiles(elements, fast.tile_log2(elements, block.count))
 
 
 def _encode(block: Block, target: int) -> Iterator[tuple[Block, bytes]]:
@@ -136,7 +132,7 @@ def _encode(block: Block, target: int) -> Iterator[tuple[Block, bytes]]:
 def _fits(block: Block, target: int) -> bool:
     if isinstance(block, DenseBlock):
         return block.count <= limits.DENSE_ELEMENTS and block.count * block.bits.element_size() * 3 <= target * 4
-    if block.count > _BLOCK_WEIGHTS or _tiles(block) > _BLOCK_TILES:
+    if block.count > _BLOCK_WEIGHTS or fast.tiles(block.box.elements, block.count) > limits.BLOCK_TILES:
         return False
     most = 16 * block.steps.element_size()
     return _estimate(block, most) <= target or _estimate(block, _step_bits(block)) <= target
@@ -251,4 +247,13 @@ def _read_head(data: bytes) -> tuple[list[object], int]:
     return limits.check_list("segment header", entries), at
 
 
-__all__ = ["TARGET_BYTES", "DenseBlock", "SegmentPacker", "SparseBlock", "choose", "decode_segment", "tensors_in"]
+__all__ = [
+    "TARGET_BYTES",
+    "DenseBlock",
+    "SegmentPacker",
+    "SparseBlock",
+    "choose",
+    "decode_segment",
+    "may_be_dense",
+    "tensors_in",
+]

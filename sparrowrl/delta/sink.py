@@ -7,6 +7,7 @@ Every rank opens the same draft and puts its own segments; rank 0 alone commits 
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,6 +86,7 @@ class JournalSink:
         """`retention` says what to keep after each commit; None keeps everything."""
         self.journal = Journal(root, credentials.run, credentials.run_key, retention=retention)
         self._lock = ExitStack()
+        weakref.finalize(self, self._lock.close)
         self._token: str | None = None
 
     @property
