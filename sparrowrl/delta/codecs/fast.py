@@ -25,9 +25,9 @@ def tile_log2(elements: int, count: int) -> int:
     return min(max(wanted.bit_length() - 1, limits.TILE_LOG2.start), limits.TILE_LOG2.stop - 1)
 
 
-def tiles(elements: int, log2: int) -> int:
-    """Number of tiles of 2^log2 elements, the last one perhaps shorter."""
-    return -(-elements >> log2)
+def tiles(elements: int, count: int) -> int:
+    """Number of tiles that `encode` cuts a box into."""
+    return -(-elements >> tile_log2(elements, count))
 
 
 def encode(block: SparseBlock) -> bytes:
@@ -77,8 +77,8 @@ def _decode_head(
     log2, count_bits, bucket_bits, zero = words[:1].tobytes()
     if log2 not in limits.TILE_LOG2 or not 0 < count_bits <= _COUNT_BITS or bucket_bits > _BUCKET_BITS or zero:
         raise CorruptData(f"fast block: bad head, tiles of 2^{log2}, widths {count_bits} and {bucket_bits}, {zero}")
-    number, width = tiles(elements, log2), count_bits + bucket_bits
-    limits.check_at_most("tiles of a block", number, limits.SEGMENT_TILES)
+    number, width = -(-elements >> log2), count_bits + bucket_bits
+    limits.check_at_most("tiles of a block", number, limits.BLOCK_TILES)
     start = 1 + -(-number * width // 32)
     if start > words.size:
         raise CorruptData(f"fast block: expected {4 * start} bytes of tile heads, got {4 * words.size} in all")
