@@ -22,7 +22,8 @@ def encode(block: DenseBlock) -> bytes:
     words = block.bits.cpu().contiguous().numpy()
     planes = _planes_of(words.view(_UNSIGNED[words.itemsize]))
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False, write_content_size=True)
-    stored = [min(compressor.compress(plane), plane.tobytes(), key=len) for plane in planes]
+    # Of equal lengths min takes the first: a frame as long as its plane would be read as raw.
+    stored = [min(plane.tobytes(), compressor.compress(plane), key=len) for plane in planes]
     lengths = np.array([len(plane) for plane in stored], "<u4")
     payload = b"".join([lengths.tobytes(), *stored])
     return payload + bytes(-len(payload) % 4)
