@@ -1,0 +1,42 @@
+"""`sparrowrl agent`: bring what one engine needs into its node directory. The engine starts it by itself."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparrowrl.config import Credentials
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser("agent", help="follow a hub for one engine", description=__doc__)
+    parser.add_argument("--hub", required=True, metavar="URL", help="address of the hub")
+    parser.add_argument("--credentials", type=Path, required=True, help="the engines' file of `sparrowrl init`")
+    parser.add_argument("--node", type=Path, required=True, help="node directory, made by the engine's follower")
+    parser.add_argument("--engine", required=True, metavar="ID", help="name of the engine on the hub")
+    parser.add_argument(
+        "--connections", type=int, default=4, metavar="N", help="fetches at once (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Follow until SIGTERM, SIGINT, or the end of standard input, which the engine holds open."""
+    from sparrowrl.transport.agent import run_agent
+    from sparrowrl.transport.node import NodeDirectory
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run_agent(
+        NodeDirectory.open(args.node),
+        args.hub,
+        Credentials.load(args.credentials),
+        args.engine,
+        connections=args.connections,
+    )
+    return 0
