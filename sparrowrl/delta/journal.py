@@ -201,9 +201,21 @@ class Journal:
             root.check_layout(self.layout(root.layout))
             table = tuple(tensor.fingerprint for tensor in root.tensors)
         for delta in deltas:
-            table = self._table_after(table, self.manifest(delta.target, delta.name))
+            table = self.table_after(table, self.manifest(delta.target, delta.name))
         self._remember(version, table)
         return table
+
+    def table_after(self, table: tuple[int, ...], delta: Manifest) -> tuple[int, ...]:
+        """The fingerprints after a delta from a state with those in `table`. Raises CorruptData if its states do not fit."""
+        layout = self.layout(delta.layout)
+        delta.check_layout(layout)
+        changed = list(table)
+        for tensor in delta.tensors:
+            changed[tensor.number] = tensor.fingerprint
+        for what, state, fingerprints in (("base", delta.base_state, table), ("target", delta.target_state, changed)):
+            if state_id(layout, fingerprints) != state:
+                raise CorruptData(f"delta {delta.base} -> {delta.target}: its {what} state is not that of its {what}")
+        return tuple(changed)
 
     # Writing
 
@@ -347,21 +359,6 @@ class Journal:
         for old in sorted(self._tables)[:-_TABLES_KEPT]:
             self._tables.pop(old, None)
 
-    def _table_after(self, table: tuple[int, ...], delta: Manifest) -> tuple[int, ...]:
-        """The fingerprints after a delta. Raises VersionConflict if it does not start or end where it says."""
-        layout = self.layout(delta.layout)
-        delta.check_layout(layout)
-        if state_id(layout, table) != delta.base_state:
-            raise VersionConflict(
-                f"delta {delta.base} -> {delta.target}: its base state is not that of version {delta.base}"
-            )
-        changed = list(table)
-        for tensor in delta.tensors:
-            changed[tensor.number] = tensor.fingerprint
-        if state_id(layout, changed) != delta.target_state:
-            raise CorruptData(f"delta {delta.base} -> {delta.target}: its fingerprints do not give its target state")
-        return tuple(changed)
-
     def _drop_leftovers(self, keep_drafts: bool) -> None:
         for draft in () if keep_drafts else self.drafts():
             log.warning("run %s: dropping the unfinished artifact %d/%s", self.run, draft.target, draft.name)
@@ -416,7 +413,9 @@ class Journal:
         if newest is not None and manifest.layout != self.manifest_of(newest).layout:
             raise VersionConflict(f"{what}: expected the layout of the run; begin a new run for another model")
         if manifest.base is not None:
-            return self._table_after(self.fingerprints(manifest.base), manifest)
+            if manifest.base_state != self.manifest_of(manifest.base).target_state:
+                raise VersionConflict(f"{what}: its base state is not that of version {manifest.base}; diff anew")
+            return self.table_after(self.fingerprints(manifest.base), manifest)
         return tuple(tensor.fingerprint for tensor in manifest.tensors)
 
     def _check_segments(self, folder: Path, manifest: Manifest) -> None:

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 class Published:
     """What a publish did: over all ranks, but for the times, which are this rank's, in milliseconds.
 
-    `kind` is "delta", "anchor" or "origin"; `changed` of `elements` weights changed; `payload_bytes` counts segments and
-    the manifest; `put_ms` is the time spent handing segments to the sink.
+    `kind` is "delta", "anchor" or "origin"; `changed` of `elements` weights changed; `payload_bytes` are those of the
+    segments and the manifest; `put_ms` is the time spent handing segments to the sink.
     """
 
     version: int
