@@ -17,9 +17,9 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("agent", help="follow a hub for one engine", description=__doc__)
     parser.add_argument("--hub", required=True, metavar="URL", help="address of the hub")
-    parser.add_argument("--credentials", type=Path, required=True, help="the engines' file of `sparrowrl init`")
-    parser.add_argument("--node", type=Path, required=True, help="node directory, made by the engine's follower")
-    parser.add_argument("--engine", required=True, metavar="ID", help="name of the engine on the hub")
+    parser.add_argument("--token-file", type=Path, required=True, help="the engines' file of `sparrowrl init`")
+    parser.add_argument("--node-dir", type=Path, required=True, help="node directory, made by the engine's follower")
+    parser.add_argument("--engine-id", required=True, metavar="ID", help="name of the engine on the hub")
     parser.add_argument(
         "--connections", type=int, default=4, metavar="N", help="fetches at once (default: %(default)s)"
     )
@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_agent(
-        NodeDirectory.open(args.node),
+        NodeDirectory.open(args.node_dir),
         args.hub,
-        Credentials.load(args.credentials),
-        args.engine,
+        Credentials.load(args.token_file),
+        args.engine_id,
         connections=args.connections,
     )
     return 0

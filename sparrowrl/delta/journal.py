@@ -468,6 +468,9 @@ class Draft:
             self.segments.append(ref)
         return ref
 
+    def flush(self) -> None:
+        """Nothing to wait for: `put` is durable when it returns."""
+
     def commit(self, manifest: Manifest) -> None:
         """Make the artifact exist, atomically; doing it again with the same manifest changes nothing.
 

@@ -287,6 +287,8 @@ class Publisher:
                 refs = [draft.put(segment) for segment in segments]
             stored += [(ref.digest, ref.length) for ref in refs]
             more = block is not None
+        with clock.on("put_ms"):
+            draft.flush()
         return stored
 
     def _conclude(

@@ -32,7 +32,14 @@ class SinkDraft(Protocol):
     """An artifact that is being written."""
 
     def put(self, data: bytes) -> SegmentRef:
-        """Store a segment durably; putting the same bytes again does nothing. Raises JournalError, TransportError."""
+        """Hand over a segment, which is durable after `flush`; putting the same bytes again does nothing.
+
+        Raises JournalError or TransportError, maybe those of an earlier segment.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that this rank has put is durable. Raises what a `put` failed with."""
         ...
 
     def commit(self, manifest: Manifest) -> None:

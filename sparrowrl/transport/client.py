@@ -240,6 +240,7 @@ class HubSink:
         self._lease_patience = lease_patience
         self.connections = connections
         self._writer: str | None = None
+        self._uploads: dict[str, deque[Future[bytes]]] = {}
         self._heartbeat: Future[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sparrowrl-hub-sink", daemon=True)
@@ -290,7 +291,8 @@ class HubSink:
 
     def open(self, target: int, name: str) -> HubDraft:
         """The draft of artifact `name` of version `target`; the hub learns of it with the first segment."""
-        return HubDraft(self, target, name)
+        key = keys.artifact_key(self.run, target, name)
+        return HubDraft(self, key, self._uploads.setdefault(key, deque()))
 
     def close(self) -> None:
         """Give the lease back if this rank led, and stop the background thread. Doing it twice is fine."""
@@ -373,10 +375,11 @@ class HubSink:
 class HubDraft:
     """An artifact on its way to a hub; made by HubSink.open. Several uploads are in flight while the caller goes on."""
 
-    def __init__(self, sink: HubSink, target: int, name: str) -> None:
+    def __init__(self, sink: HubSink, key: str, uploads: deque[Future[bytes]]) -> None:
+        """`uploads` are those of this rank to `key`, whichever HubDraft began them."""
         self._sink = sink
-        self._key = keys.artifact_key(sink.run, target, name)
-        self._uploads: deque[Future[bytes]] = deque()
+        self._key = key
+        self._uploads = uploads
 
     def put(self, data: bytes) -> SegmentRef:
         """Send a segment; it is durable after `flush`. Waits while `connections` others are on their way.
