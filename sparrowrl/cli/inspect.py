@@ -96,7 +96,7 @@ def _run_text(found: dict[str, Any]) -> str:
         lines = [f"run {found['run']}: no version yet"]
     else:
         lines = [
-            f"run {found['run']}: newest version {found['newest']}, {found['tensors']} tensors, {found['weights']:,} weights",
+            f"run {found['run']}: {found['tensors']} tensors, {found['weights']:,} weights, version {found['newest']}",
             f"state {found['state']}",
         ]
     lines += [f"draft {draft}, not committed" for draft in found["drafts"]]

@@ -206,7 +206,7 @@ class Journal:
         return table
 
     def table_after(self, table: tuple[int, ...], delta: Manifest) -> tuple[int, ...]:
-        """The fingerprints after a delta from a state with those in `table`. Raises CorruptData if its states do not fit."""
+        """The fingerprints after a delta from a state with `table`. Raises CorruptData if its states do not fit."""
         layout = self.layout(delta.layout)
         delta.check_layout(layout)
         changed = list(table)
@@ -469,7 +469,10 @@ class Draft:
         return ref
 
     def flush(self) -> None:
-        """Nothing to wait for: `put` is durable when it returns."""
+        """Make the names of the segments durable. Raises JournalError."""
+        with files.as_journal_error(self._folder, "writing"):
+            if self.segments:
+                files.sync_directory(self._folder)
 
     def commit(self, manifest: Manifest) -> None:
         """Make the artifact exist, atomically; doing it again with the same manifest changes nothing.

@@ -261,15 +261,14 @@ class Publisher:
     def _write(
         self, target: int, name: str, work: Callable[[], Any], conclude: Callable[[list[Any]], Any]
     ) -> tuple[bytes, int, int]:
-        """`together`; a draft that came to nothing is dropped."""
+        """`together`; a draft that came to nothing is dropped, by each rank before it raises."""
         try:
             state, changed, payload = together(self._ranks, work, conclude)
         except BaseException:
-            if self._ranks.rank == 0:
-                try:
-                    self._sink.open(target, name).drop()
-                except (SparrowError, OSError) as error:
-                    log.warning("run %s: could not drop the draft %d/%s: %s", self._sink.run, target, name, error)
+            try:
+                self._sink.open(target, name).drop()
+            except (SparrowError, OSError) as error:
+                log.warning("run %s: could not drop the draft %d/%s: %s", self._sink.run, target, name, error)
             raise
         return state, changed, payload
 
