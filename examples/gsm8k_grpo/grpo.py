@@ -68,8 +68,8 @@ def clipped_loss(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, clip: f
 def packed(group: Prompted, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A prompt and all its completions as one sequence, so that the prompt is computed once.
 
-    Returns ids [1, L], position ids [1, L], an attention mask bool [1, 1, L, L] by which a completion sees the prompt and
-    itself, the places [n] of the L whose output predicts a completion token, and those n tokens.
+    Returns ids [1, L], position ids [1, L], an attention mask bool [1, 1, L, L] by which a completion sees the prompt
+    and itself, the places [n] of the L whose output predicts a completion token, and those n tokens.
     """
     ids, positions, owner = list(group.prompt), list(range(len(group.prompt))), [0] * len(group.prompt)
     places: list[int] = []
@@ -131,7 +131,7 @@ class Trainer:
         shares = zip(group.samples, advantages([sample.reward for sample in group.samples]), strict=True)
         advantage = logprobs.new_tensor([value for sample, value in shares for _ in sample.tokens])
         loss, clipped = clipped_loss(logprobs, behaviour, advantage)
-        (loss / tokens).backward()
+        torch.autograd.backward(loss / tokens)
         difference = (logprobs - behaviour).detach()
         k3 = (difference.exp() - 1 - difference).sum()
         return torch.stack([loss.detach(), clipped, k3]).double().cpu()

