@@ -240,7 +240,7 @@ class HubSink:
         self._lease_patience = lease_patience
         self.connections = connections
         self._writer: str | None = None
-        self._uploads: dict[str, deque[Future[bytes]]] = {}
+        self._uploads: deque[Future[bytes]] = deque()
         self._heartbeat: Future[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sparrowrl-hub-sink", daemon=True)
@@ -291,8 +291,7 @@ class HubSink:
 
     def open(self, target: int, name: str) -> HubDraft:
         """The draft of artifact `name` of version `target`; the hub learns of it with the first segment."""
-        key = keys.artifact_key(self.run, target, name)
-        return HubDraft(self, key, self._uploads.setdefault(key, deque()))
+        return HubDraft(self, keys.artifact_key(self.run, target, name), self._uploads)
 
     def close(self) -> None:
         """Give the lease back if this rank led, and stop the background thread. Doing it twice is fine."""
@@ -376,7 +375,7 @@ class HubDraft:
     """An artifact on its way to a hub; made by HubSink.open. Several uploads are in flight while the caller goes on."""
 
     def __init__(self, sink: HubSink, key: str, uploads: deque[Future[bytes]]) -> None:
-        """`uploads` are those of this rank to `key`, whichever HubDraft began them."""
+        """`uploads` are all that this rank's sink has on the way, whichever HubDraft began them."""
         self._sink = sink
         self._key = key
         self._uploads = uploads
@@ -387,16 +386,16 @@ class HubDraft:
         Raises what one of the earlier uploads failed with.
         """
         while len(self._uploads) >= self._sink.connections:
-            self._uploads.popleft().result()
+            self._wait_for_oldest()
         digest = blake3(data).digest()
         upload = self._sink.send("PUT", f"{self._key}/{digest.hex()}.seg", data=data)
         self._uploads.append(self._sink.submit(upload))
         return SegmentRef(digest, len(data))
 
     def flush(self) -> None:
-        """Wait until every segment put so far is durable. Raises what an upload failed with."""
+        """Wait until every segment put so far is durable. Raises what an upload failed with; the others end then."""
         while self._uploads:
-            self._uploads.popleft().result()
+            self._wait_for_oldest()
 
     def commit(self, manifest: Manifest) -> None:
         """Make the artifact exist; doing it again changes nothing. Raises VersionConflict unless it is the next."""
@@ -406,9 +405,19 @@ class HubDraft:
 
     def drop(self) -> None:
         """Stop this rank's uploads and delete the draft with the segments of all ranks."""
+        self._cancel()
+        self._sink.wait(self._sink.send("DELETE", self._key))
+
+    def _wait_for_oldest(self) -> None:
+        try:
+            self._uploads.popleft().result()
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _cancel(self) -> None:
         while self._uploads:
             self._uploads.popleft().cancel()
-        self._sink.wait(self._sink.send("DELETE", self._key))
 
 
 @dataclass(frozen=True, slots=True)
