@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from helpers import assert_bits_equal
+from sparrowrl.config import Credentials
+from sparrowrl.delta.journal import Draft, Journal
+from sparrowrl.delta.manifest import Manifest
+from sparrowrl.delta.materialize import materialize
+from sparrowrl.delta.publisher import Publisher
+from sparrowrl.delta.sink import JournalSink
+from sparrowrl.errors import ConfigError, JournalError, JournalLocked, LayoutError
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert_bits_equal(got[name], expected[name])
+
+
+def snapshot_bits(publisher):
+    return [None if part.bits is None else part.bits.clone() for part in publisher._snapshot.parts]
+
+
+def test_every_version_comes_out_bit_for_bit(trainer):
+    trainer.run(5)
+    assert trainer.journal.versions() == [0, 1, 2, 3, 4, 5]
+    for version, expected in trainer.history.items():
+        assert_same(materialize(trainer.journal, version, trainer.history[0]), expected)
+
+
+def test_counts_and_sizes(trainer):
+    trainer.step()
+    before = trainer.history[0]
+    done = trainer.publish()
+    now = trainer.history[1]
+    changed = sum(int((now[n].view(torch.int16) != before[n].view(torch.int16)).sum()) for n in list(now)[:2])
+    assert (done.version, done.kind, done.changed) == (1, "delta", changed)
+    assert done.elements == sum(t.numel() for t in now.values())
+    folder = trainer.journal.root / "runs/run/v/1/0.fast"
+    assert done.payload_bytes == sum(file.stat().st_size for file in folder.iterdir())
+    assert done.bits_per_changed == 8 * done.payload_bytes / changed
+
+
+def test_special_values_survive(make_trainer):
+    trainer = make_trainer()
+    up = trainer.weights["layers.0.up.weight"]
+    up.view(torch.int16)[0, :6] = torch.tensor([0x7FC1, -1, 0x7F80, -0x80, 1, -0x8000], dtype=torch.int16)
+    trainer.weights["embed.weight"][0, :4] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    trainer.weights["positions"][3] = torch.iinfo(torch.int64).min
+    trainer.weights["mask"][1] = True
+    trainer.publish()
+    up.view(torch.int16)[0, :6] += 1
+    trainer.weights["positions"][3] = torch.iinfo(torch.int64).max
+    trainer.publish()
+    for version in (1, 2):
+        assert_same(materialize(trainer.journal, version, trainer.history[0]), trainer.history[version])
+
+
+def test_layouts_in_memory_do_not_matter(make_trainer):
+    trainer = make_trainer()
+    trainer.weights["embed.weight"] = trainer.weights["embed.weight"].t().contiguous().t()
+    trainer.run(2)
+    assert_same(materialize(trainer.journal, 2, trainer.history[0]), trainer.history[2])
+
+
+def test_wire_dtype_none_keeps_each_dtype(tmp_path, credentials):
+    weights = {"a": torch.randn(100), "b": torch.randn(7).half()}
+    base = {name: t.clone() for name, t in weights.items()}
+    sink = JournalSink(tmp_path, credentials)
+    publisher = Publisher(sink, weights.items(), wire_dtype=None)
+    weights["a"][3] += 1e-6
+    assert publisher.publish(weights.items()).changed == 1
+    assert_same(materialize(sink.journal, 1, base), weights)
+
+
+def test_one_byte_floats_keep_their_dtype(trainer):
+    layout = trainer.journal.layout()
+    assert layout.tensors[layout.number("fp8")].dtype == "F8_E4M3"
+
+
+def test_everything_changed_goes_dense(trainer):
+    trainer.weights["embed.weight"].normal_()
+    done = trainer.publish()
+    trainer.run(1)
+    assert done.payload_bytes < 3 * trainer.weights["embed.weight"].numel()
+    for version in (1, 2):
+        assert_same(materialize(trainer.journal, version, trainer.history[0]), trainer.history[version])
+
+
+def test_nothing_changed_is_a_version_and_a_warning(trainer, caplog):
+    with caplog.at_level(logging.INFO):
+        done = trainer.publish()
+    assert (done.version, done.changed, done.bits_per_changed) == (1, 0, 0.0)
+    assert any(record.levelno == logging.WARNING and "no changed weight" in record.message for record in caplog.records)
+    assert trainer.journal.manifest(1, "0.fast").segments == ()
+
+
+def test_anchors_every_n(make_trainer):
+    trainer = make_trainer(anchor_every=2)
+    trainer.run(5)
+    anchors = [a.target for a in trainer.journal.artifacts() if a.kind == "anchor"]
+    assert anchors == [2, 4]
+    for version in (2, 3, 4, 5):
+        assert_same(materialize(trainer.journal, version), trainer.history[version])
+
+
+def test_a_failed_anchor_is_written_next_time(make_trainer, monkeypatch):
+    trainer = make_trainer(anchor_every=1)
+    commit = Draft.commit
+
+    def refuse_anchor(draft: Draft, manifest: Manifest) -> None:
+        if manifest.kind == "anchor":
+            raise JournalError("no space")
+        commit(draft, manifest)
+
+    monkeypatch.setattr(Draft, "commit", refuse_anchor)
+    trainer.run(1)
+    assert [a.kind for a in trainer.journal.artifacts()] == ["origin", "delta"]
+    assert trainer.journal.drafts() == []
+    monkeypatch.undo()
+    trainer.run(1)
+    assert [(a.target, a.kind) for a in trainer.journal.artifacts()][-2:] == [(2, "delta"), (2, "anchor")]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("scale"), "1 are missing.*scale"),
+        (lambda w: w.update(more=torch.zeros(1)), "'more'"),
+        (lambda w: w.update(scale=torch.zeros(2)), "scale"),
+        (lambda w: w.update(positions=torch.arange(17, dtype=torch.int32)), "positions"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(trainer, change, words):
+    saved = dict(trainer.weights)
+    change(trainer.weights)
+    with pytest.raises(LayoutError, match=words):
+        trainer.publish()
+    assert trainer.journal.newest() == 0 and trainer.journal.drafts() == []
+    trainer.weights = saved
+    trainer.run(1)
+    assert_same(materialize(trainer.journal, 1, trainer.history[0]), trainer.history[1])
+
+
+def test_a_name_twice_is_refused(tmp_path, credentials, trainer):
+    pairs = [*trainer.weights.items(), ("scale", trainer.weights["scale"])]
+    with pytest.raises(LayoutError, match="'scale' twice"):
+        trainer.publisher.publish(pairs)
+    with pytest.raises(LayoutError, match="'scale' twice"):
+        Publisher(JournalSink(tmp_path / "other", credentials), pairs)
+
+
+def test_one_storage_under_two_names_is_published_under_both(tmp_path, credentials):
+    embed = torch.randn(10, 3)
+    weights = {"embed": embed, "head": embed}
+    base = {name: t.bfloat16() for name, t in weights.items()}
+    sink = JournalSink(tmp_path, credentials)
+    publisher = Publisher(sink, weights.items())
+    embed[4] += 1
+    assert publisher.publish(weights.items()).changed == 6
+    assert_same(materialize(sink.journal, 1, base), {name: t.bfloat16() for name, t in weights.items()})
+
+
+def test_a_dtype_that_cannot_travel_is_refused(tmp_path, credentials):
+    with pytest.raises(LayoutError, match=r"angles.*complex64.*leave it out"):
+        Publisher(JournalSink(tmp_path, credentials), [("angles", torch.zeros(3, dtype=torch.complex64))])
+
+
+def test_parameters_that_require_grad(tmp_path, credentials):
+    model = torch.nn.Linear(5, 3)
+    sink = JournalSink(tmp_path, credentials)
+    publisher = Publisher(sink, model.named_parameters())
+    base = {name: t.detach().bfloat16() for name, t in model.named_parameters()}
+    torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(5)).sum().backward()
+    with torch.no_grad():
+        model.weight -= model.weight.grad
+    publisher.publish(model.named_parameters())
+    expected = {name: t.detach().bfloat16() for name, t in model.named_parameters()}
+    assert_same(materialize(sink.journal, 1, base), expected)
+
+
+def test_a_negative_anchor_interval_is_refused(tmp_path, credentials):
+    with pytest.raises(ConfigError, match="anchor_every"):
+        Publisher(JournalSink(tmp_path, credentials), [], anchor_every=-1)
+
+
+# Failures
+
+
+def small_segments(monkeypatch):
+    """Several segments a version."""
+    from sparrowrl.delta import publisher, segment
+
+    monkeypatch.setattr(publisher, "SegmentPacker", lambda layout: segment.SegmentPacker(layout, 40))
+
+
+def test_a_publish_that_fails_anywhere_leaves_all_as_it_was(trainer, monkeypatch):
+    small_segments(monkeypatch)
+    trainer.run(1)
+    puts = len(trainer.journal.manifest(1, "0.fast").segments)
+    assert puts > 3
+    put, commit = Draft.put, Draft.commit
+    failed_at = []
+    for fatal in range(puts + 3):
+        calls = iter(range(1000))
+        trainer.step()
+
+        def fail_at(method, what, fatal=fatal, calls=calls):
+            def wrapped(draft, argument):
+                if next(calls) == fatal:
+                    failed_at.append(what)
+                    raise JournalError("no space left")
+                return method(draft, argument)
+
+            return wrapped
+
+        monkeypatch.setattr(Draft, "put", fail_at(put, "put"))
+        monkeypatch.setattr(Draft, "commit", fail_at(commit, "commit"))
+        before, newest = snapshot_bits(trainer.publisher), trainer.journal.newest()
+        with pytest.raises(JournalError, match="no space left"):
+            while True:  # a version may need fewer segments than `fatal`: publish until it fails
+                trainer.publish()
+                before, newest = snapshot_bits(trainer.publisher), trainer.journal.newest()
+        for old, now in zip(before, snapshot_bits(trainer.publisher), strict=True):
+            assert_bits_equal(now, old)
+        assert trainer.journal.newest() == newest == trainer.publisher.version
+        assert trainer.journal.drafts() == []
+        monkeypatch.setattr(Draft, "put", put)
+        monkeypatch.setattr(Draft, "commit", commit)
+        assert trainer.publish().kind == "delta"
+        assert_same(materialize(trainer.journal, newest + 1, trainer.history[0]), trainer.wire())
+    assert {"put", "commit"} == set(failed_at)
+
+
+def test_an_error_of_the_weights_iterator_is_passed_on(trainer):
+    def weights():
+        yield from list(trainer.weights.items())[:3]
+        raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.publisher.publish(weights())
+    trainer.run(1)
+    assert_same(materialize(trainer.journal, 1, trainer.history[0]), trainer.history[1])
+
+
+def test_a_lost_answer_to_a_commit_is_a_success(trainer, monkeypatch):
+    commit = Draft.commit
+
+    def commit_and_fail(draft: Draft, manifest: Manifest) -> None:
+        commit(draft, manifest)
+        raise JournalError("connection lost")
+
+    monkeypatch.setattr(Draft, "commit", commit_and_fail)
+    trainer.run(2)
+    monkeypatch.undo()
+    assert trainer.publisher.version == 2
+    trainer.run(1)
+    assert [a.kind for a in trainer.journal.artifacts()] == ["origin", "delta", "delta", "delta"]
+    assert_same(materialize(trainer.journal, 3, trainer.history[0]), trainer.history[3])
+
+
+@pytest.mark.parametrize("newer_weights", [False, True])
+def test_a_commit_that_nobody_can_tell_about_is_settled_next_time(trainer, monkeypatch, newer_weights):
+    commit, newest = Draft.commit, JournalSink.newest
+
+    def commit_and_fail(draft: Draft, manifest: Manifest) -> None:
+        commit(draft, manifest)
+        monkeypatch.setattr(JournalSink, "newest", lambda sink: (_ for _ in ()).throw(JournalError("hub is away")))
+        raise JournalError("connection lost")
+
+    trainer.step()
+    monkeypatch.setattr(Draft, "commit", commit_and_fail)
+    with pytest.raises(JournalError, match="connection lost"):
+        trainer.publish()
+    monkeypatch.setattr(Draft, "commit", commit)
+    monkeypatch.setattr(JournalSink, "newest", newest)
+    trainer.history[1] = trainer.wire()
+    if newer_weights:
+        trainer.step()
+    done = trainer.publish()
+    assert (done.version, done.kind) == ((2, "anchor") if newer_weights else (1, "delta"))
+    trainer.run(1)
+    for version in range(1, trainer.publisher.version + 1):
+        assert_same(materialize(trainer.journal, version, trainer.history[0]), trainer.history[version])
+
+
+# Resuming
+
+
+def test_resume_with_the_same_weights_goes_on(make_trainer):
+    first = make_trainer()
+    first.run(2)
+    first.sink.close()
+    second = make_trainer()
+    assert second.publisher.version == 3  # the weights of a new Trainer are those of version 0: an anchor
+    second.sink.close()
+    third = make_trainer()
+    assert third.publisher.version == 3 and third.journal.newest() == 3
+    third.run(1)
+    assert [(a.target, a.kind) for a in third.journal.artifacts()][-2:] == [(3, "anchor"), (4, "delta")]
+    assert_same(materialize(third.journal, 4), third.history[4])
+    assert_same(materialize(third.journal, 2, first.history[0]), first.history[2])
+
+
+def test_a_run_of_another_model_is_refused(tmp_path, credentials, trainer):
+    trainer.sink.close()
+    with pytest.raises(LayoutError, match="begin a new run"):
+        Publisher(JournalSink(tmp_path / "journal", credentials), [("other", torch.zeros(3))])
+
+
+def test_two_trainers_on_one_run_are_refused(make_trainer):
+    first = make_trainer()
+    with pytest.raises(JournalLocked, match="process"):
+        make_trainer()
+    first.sink.close()
+    make_trainer()
+
+
+def test_the_journal_is_signed_with_the_run_key(trainer):
+    trainer.run(1)
+    other = Journal(trainer.journal.root, "run", Credentials.new("run").run_key)
+    with pytest.raises(Exception, match="MAC does not match"):
+        other.manifest(1, "0.fast")
+    assert Journal(trainer.journal.root, "run").manifest(1, "0.fast").target == 1
