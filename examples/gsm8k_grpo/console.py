@@ -77,7 +77,7 @@ def verdict(report: Report) -> list[str]:
     if report.export is not None:
         export = report.export
         lines.append(
-            f"export   {export.tensors} tensors, {export.elements:,} weights of the running engine: {export.different:,} "
+            f"export   {export.tensors} tensors, {export.elements:,} weights of the live engine: {export.different:,} "
             "differ from the trainer's"
         )
     out = report.settings["out"]

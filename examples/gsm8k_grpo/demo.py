@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from sparrowrl.delta.publisher import Published
-from sparrowrl.errors import ConfigError, SparrowError
+from sparrowrl.errors import ConfigError, SparrowError, TransportError
 from sparrowrl.examples.gsm8k_grpo import engine, page, proof, report
 from sparrowrl.examples.gsm8k_grpo.console import Console, header, introduction, table_line, verdict
 from sparrowrl.examples.gsm8k_grpo.grpo import Prompted, Sample, StepStats
@@ -56,6 +56,10 @@ async def _run(settings: Settings, console: Console) -> bool:
         finally:
             parts.trainer.stop.set()
             demo.write()
+    except TransportError:
+        for line in children.last_words():
+            console.say(line)
+        raise
     finally:
         console.progress("stopping hub and engine")
         await children.stop()

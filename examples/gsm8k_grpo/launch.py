@@ -53,6 +53,7 @@ async def launch(settings: Settings, children: Children, report: Report, console
     if settings.port is not None:
         check_port_free(settings.port)
     _clear(settings.out)
+    model.quiet()
     checkpoint = (await asyncio.to_thread(model.prepare, settings.model, settings.cache, console.say)).resolve()
     credentials = Credentials.new("demo")
     owner, reader = settings.out / "credentials.json", settings.out / "engine.json"

@@ -38,6 +38,14 @@ def prepare(name: str, cache: Path, say: Callable[[str], None]) -> Path:
     return _downloaded(name, say)
 
 
+def quiet() -> None:
+    """Keep transformers' progress bars and remarks off the terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def _downloaded(name: str, say: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -55,6 +63,7 @@ def _made_once(target: Path, make: Callable[[Path], None], say: Callable[[str], 
     if (target / "config.json").is_file():
         return target
     say(f"making the checkpoint {target} (once)")
+    quiet()
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:

@@ -39,9 +39,9 @@ def _verdict(report: Report) -> str:
     if report.ok and report.export is not None:
         return (
             '<div class="verdict"><strong>Bit-identical at every version</strong><p>'
-            f"{len(report.versions)} versions became active with the trainer's fingerprint, no request was aborted, the "
-            f"final audit agreed, and all {report.export.elements:,} weights exported from the running engine are the "
-            "trainer's, bit for bit.</p></div>"
+            f"{len(report.versions)} versions became active with the trainer's fingerprint, no request was aborted, "
+            f"the final audit agreed, and all {report.export.elements:,} weights exported from the running engine "
+            "are the trainer's, bit for bit.</p></div>"
         )
     items = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
     return f'<div class="verdict bad"><strong>Not proved</strong><ul>{items}</ul></div>'
@@ -52,12 +52,10 @@ def _facts(report: Report) -> str:
     if not rows:
         return ""
     payload, changed = sum(row.payload_bytes for row in rows), sum(row.changed for row in rows)
+    full = sum(row.full_bytes for row in rows)
     pauses = [row.pause_ms for row in rows if row.pause_ms is not None]
     facts = [
-        (
-            f"{sum(row.full_bytes for row in rows) / payload:.0f} times" if payload else NONE,
-            "less sent than all weights",
-        ),
+        (f"{full / payload:.0f} times" if payload else NONE, "less sent than all weights"),
         (f"{8 * payload / changed:.1f}" if changed else NONE, "bits on the wire per changed weight"),
         (f"{100 * changed / sum(row.elements for row in rows):.2f} %", "of the weights changed per step"),
         (f"{sum(pauses) / len(pauses):.1f} ms" if pauses else NONE, "mean pause to switch versions"),

@@ -18,7 +18,7 @@ _TAIL_LINES = 12
 
 
 class Child:
-    """A process that runs until it is stopped; when it ends by itself, `check` says so and quotes its log."""
+    """A process that runs until it is stopped; when it ends by itself, `check` says so."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         """Start it. Raises ConfigError if the program is not there."""
@@ -38,15 +38,19 @@ class Child:
             raise ConfigError(f"cannot start the {name}: {error}") from error
 
     def check(self) -> None:
-        """Raise TransportError, with the end of the log, if the process is no more."""
-        code = self._process.poll()
-        if code is not None:
-            raise TransportError(f"the {self.name} ended with exit status {code}; {self.tail()}")
+        """Raise TransportError if the process is no more."""
+        if self.ended:
+            raise TransportError(f"the {self.name} ended with exit status {self._process.returncode}; see {self.log}")
 
-    def tail(self) -> str:
-        """The last lines of the log, for an error message."""
+    @property
+    def ended(self) -> bool:
+        """Whether it is no more."""
+        return self._process.poll() is not None
+
+    def tail(self) -> list[str]:
+        """The last lines of the log, with its name."""
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return f"{self.log} ends with:\n" + "\n".join(f"    {line[:300]}" for line in lines)
+        return [f"{self.log} ends with:", *(f"    {line[:300]}" for line in lines)]
 
     async def stop(self) -> None:
         """Ask the process to end, then kill what is left of its group. Doing it twice is fine."""
@@ -86,6 +90,11 @@ class Children:
             for child in self._children:
                 child.check()
             await asyncio.sleep(0.2)
+
+    def last_words(self) -> list[str]:
+        """The ends of the logs of those that ended by themselves; of all, if none did."""
+        ended = [child for child in self._children if child.ended]
+        return [line for child in ended or self._children for line in child.tail()]
 
     async def stop(self) -> None:
         """Stop all, the last one first."""

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sparrowrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="train a small model with GRPO while a vLLM server follows it, and prove that they agree",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+
+DTYPES = ("bfloat16", "float16", "float32")
+CACHE = Path.home() / ".cache" / "sparrowrl"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser("demo", help="train and serve a small model here, in sync", description=__doc__)
     add = parser.add_argument
-    add("--model", default="smollm2", help="smollm2, tiny, a checkpoint's folder, or a Hugging Face name")
-    add("--data", type=Path, help="problems in GSM8K's format, JSON lines (default: 24 that come with the demo)")
-    add("--steps", type=int, default=8, help="updates, each one a version")
-    add("--lr", type=float, default=1e-5, help="learning rate of AdamW")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the engine's weights")
-    add("--tensor-parallel-size", type=int, default=1, help="of the engine")
-    add("--port", type=int, help="of the vLLM server (default: a free one)")
-    add("--out", type=Path, default=Path("runs/demo"), help="folder for logs, journal and report")
-    add("--cache", type=Path, default=Path.home() / ".cache" / "sparrowrl", help="folder for converted checkpoints")
-    add("--group-size", type=int, default=8, help="completions of a prompt")
-    add("--prompts", type=int, default=2, help="prompts of a step")
-    add("--max-tokens", type=int, default=64, help="longest completion")
-    add("--seed", type=int, default=0, help="of the order of problems and of the engine's sampling")
+    add(
+        "--model",
+        default="smollm2",
+        help="smollm2 (135M-Instruct), tiny, a checkpoint folder, or a Hugging Face name (default: %(default)s)",
+    )
+    add(
+        "--data", type=Path, metavar="FILE", help="problems in GSM8K's JSON lines (default: 24 that come with the demo)"
+    )
+    add("--steps", type=int, default=8, metavar="N", help="updates, each one a version (default: %(default)s)")
+    add("--lr", type=float, default=1e-5, metavar="RATE", help="learning rate of AdamW (default: %(default)s)")
+    add("--dtype", default="bfloat16", choices=DTYPES, help="of the engine's weights (default: %(default)s)")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="of the engine (default: %(default)s)")
+    add("--port", type=int, metavar="P", help="of the vLLM server (default: a free one)")
+    add("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="logs and report (default: %(default)s)")
+    add("--cache", type=Path, default=CACHE, metavar="DIR", help="converted checkpoints (default: %(default)s)")
+    add("--group-size", type=int, default=8, metavar="N", help="completions of a prompt (default: %(default)s)")
+    add("--prompts", type=int, default=2, metavar="N", help="prompts of a step (default: %(default)s)")
+    add("--max-tokens", type=int, default=64, metavar="N", help="longest completion (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of problem order and sampling (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -41,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         from sparrowrl.examples.gsm8k_grpo.tasks import SAMPLE
     except ModuleNotFoundError as error:
         raise ConfigError(f"the demo needs the package {error.name}: pip install 'sparrowrl[demo,vllm]'") from error
+    logging.getLogger().setLevel(logging.WARNING)  # the table says what the publisher would log
     names = ("model", "steps", "lr", "dtype", "tensor_parallel_size", "port", "out", "cache", "group_size", "prompts")
     values = {name: getattr(args, name) for name in (*names, "max_tokens", "seed")}
     return 0 if main(Settings(**values, data=args.data or SAMPLE)) else 3
