@@ -10,8 +10,8 @@ measured; the others are single steps. The state after each step is compared wit
 One row a run, step and codec. Bytes are those of the whole artifact: for `sparrow-*` all segments and the manifest.
 Encoding starts from positions and old and new bits of what changed (for `sparrow-dense` from all new bits) and ends
 with the artifact's bytes, hashed in our case; decoding starts from these bytes, whose hashes we check, and ends with
-positions and values. Milliseconds are the median, least and most of --repeats runs in one thread. Every decoding is
-compared with what went in.
+positions and values. Milliseconds are processor time of one thread, which other work on the machine disturbs less than
+it does the clock: the median, least and most of --repeats runs. Every decoding is compared with what went in.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ def _all_bits(s: Step) -> list[DenseBlock]:
 
 
 def _timed(call: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
-    """Milliseconds of each repetition, after one that is not counted, and what the call gives."""
+    """Processor time in milliseconds of each repetition, after one that is not counted, and what the call gives."""
     result, times = call(), []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         result = call()
-        times.append(1000 * (time.perf_counter() - start))
+        times.append(1000 * (time.process_time() - start))
     return times, result
 
 
@@ -244,7 +244,7 @@ def environment() -> dict[str, str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     packages = ("torch", "numpy", "numba", "zstandard", "msgpack", "blake3")
     return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores, 1 thread used",
+        "machine": f"{_processor()}, {os.cpu_count()} cores, 1 used; load {os.getloadavg()[0]:.1f} at the start",
         "versions": f"python {platform.python_version()}, " + ", ".join(f"{p} {version(p)}" for p in packages),
         "commit": commit.stdout.strip() or "unknown",
     }

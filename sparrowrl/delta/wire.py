@@ -44,5 +44,6 @@ def unpack_map(what: str, data: bytes | memoryview, keys: Sequence[str], max_arr
         raise CorruptData(f"{what}: expected a map, got {type(pairs).__name__}")
     got = [key for key, _ in pairs]
     if got != list(keys):
-        raise CorruptData(f"{what}: expected the keys {', '.join(keys)} in this order, got {ascii(got)[:200]}")
+        shown = ", ".join(ascii(key[:40]) if type(key) is str else type(key).__name__ for key in got)
+        raise CorruptData(f"{what}: expected the keys {', '.join(keys)} in this order, got {shown or 'none'}")
     return dict(pairs)
