@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--connections", type=int, default=4, metavar="N", help="fetches at once (default: %(default)s)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +29,6 @@ def run(args: argparse.Namespace) -> int:
     from sparrowrl.transport.agent import run_agent
     from sparrowrl.transport.node import NodeDirectory
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_agent(
         NodeDirectory.open(args.node_dir),
         args.hub,

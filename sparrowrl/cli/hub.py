@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--allow-remote", action="store_true", help="listen beyond this machine, in plain HTTP")
     parser.add_argument("--keep-versions", type=int, metavar="N", help="keep deltas of N versions (default: all)")
     parser.add_argument("--keep-anchors", type=int, default=1, metavar="N", help="and N anchors (default: %(default)s)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +30,6 @@ def run(args: argparse.Namespace) -> int:
     from sparrowrl.delta.retention import Retention
     from sparrowrl.transport.hub import run_hub
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     retention = None if args.keep_versions is None else Retention(args.keep_versions, args.keep_anchors)
     run_hub(
         args.journal,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hmac
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from sparrowrl.config import RUN_NAME
 from sparrowrl.delta import limits, wire
 from sparrowrl.delta.keys import artifact_name
-from sparrowrl.delta.layout import Layout, state_id
 from sparrowrl.errors import CorruptData, LayoutError, UnsupportedFormat
+
+if TYPE_CHECKING:
+    from sparrowrl.delta.layout import Layout
 
 MAGIC = b"SPMF"
 NO_KEY = bytes(32)
@@ -82,6 +84,8 @@ class Manifest:
 
     def check_layout(self, layout: Layout) -> None:
         """Raise LayoutError if this is not about `layout`, CorruptData if its table of tensors does not fit it."""
+        from sparrowrl.delta.layout import state_id  # brings torch, which agents do without
+
         if self.layout != layout.id:
             raise LayoutError(f"manifest: expected layout {layout.id.hex()}, got {self.layout.hex()}")
         if self.kind != "delta" and len(self.tensors) != len(layout):

@@ -18,7 +18,6 @@ from sparrowrl.config import Credentials
 from sparrowrl.delta import keys
 from sparrowrl.errors import ConfigError, CorruptData, SparrowError, VersionNotFound, WrongBase
 from sparrowrl.transport.choice import Choice, EngineView, Feed, choose
-from sparrowrl.transport.client import Deadlines, HubClient
 from sparrowrl.transport.fetch import Fetch, fetch_manifest, mirror_layout
 from sparrowrl.transport.node import (
     AgentStatus,
@@ -30,6 +29,7 @@ from sparrowrl.transport.node import (
     write_atomically,
 )
 from sparrowrl.transport.records import to_json
+from sparrowrl.transport.remote import Deadlines, HubClient
 
 log = logging.getLogger(__name__)
 

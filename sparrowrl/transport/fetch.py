@@ -14,8 +14,8 @@ from sparrowrl.delta import keys, limits
 from sparrowrl.delta.manifest import Manifest
 from sparrowrl.errors import ConfigError, CorruptData, FormatError, SparrowError, WrongBase
 from sparrowrl.transport.choice import Choice
-from sparrowrl.transport.client import HubClient, checked_segment
 from sparrowrl.transport.node import NextArtifact, NodeDirectory, write_atomically
+from sparrowrl.transport.remote import HubClient, checked_segment
 
 _DRAFT_WAIT = 20.0  # seconds that one question for more segments may take
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import wait_for
 
+from helpers import wait_for
 from sparrowrl.errors import ConfigError, CorruptData
 from sparrowrl.transport.node import (
     Activation,
