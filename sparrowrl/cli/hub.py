@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
 
     retention = None if args.keep_versions is None else Retention(args.keep_versions, args.keep_anchors)
     run_hub(
+        _say_address,
         args.journal,
         Credentials.load(args.credentials),
         host=args.host,
         port=args.port,
         allow_remote=args.allow_remote,
         retention=retention,
-        ready=_say_address,
     )
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,8 @@ class Fetch:
         self._queued: set[str] = set()
         self._present: set[str] = set()
         self._committed = False
+        self._began = time.monotonic()
+        self._fetch_ms = 0.0
 
     async def run(self) -> None:
         """Have the whole artifact, committed. Raises TransportError, FormatError, VersionNotFound if it is gone,
@@ -182,12 +185,13 @@ class Fetch:
         if not (self._folder / "manifest").exists():
             write_atomically(self._folder / "manifest", data)
         self._committed = True
+        self._fetch_ms = 1000 * (time.monotonic() - self._began)
         self._announce(self._next)
 
     def _next(self) -> NextArtifact:
         here = tuple(digest for digest in self._listed if digest in self._present)
         choice = self.choice
-        return NextArtifact(self.key, choice.kind, choice.base, choice.target, here, self._committed)
+        return NextArtifact(self.key, choice.kind, choice.base, choice.target, here, self._committed, self._fetch_ms)
 
 
 _CODEC = {"origin": None, "delta": "fast", "anchor": "dense"}

@@ -9,7 +9,7 @@ import logging
 import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +306,8 @@ class Hub:
         return _json({})
 
 
-async def serve(
+@asynccontextmanager
+async def listening(
     journal_root: Path,
     credentials: Credentials,
     *,
@@ -314,9 +315,8 @@ async def serve(
     port: int = 8745,
     allow_remote: bool = False,
     retention: Retention | None = None,
-    ready: Callable[[str], None] | None = None,
-) -> None:
-    """Run a hub until SIGTERM or SIGINT. `ready` gets its address; port 0 takes a free one.
+) -> AsyncIterator[str]:
+    """A hub that serves inside the `with`; yields its address. Port 0 takes a free one.
 
     Raises ConfigError if the address is refused or in use, or the journal cannot be written.
     """
@@ -331,22 +331,25 @@ async def serve(
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
         shown = f"[{host}]" if ":" in host else host
-        if ready is not None:
-            ready(f"http://{shown}:{runner.addresses[0][1]}")
-        await stop.wait()
+        yield f"http://{shown}:{runner.addresses[0][1]}"
         hub.board.close()
     finally:
         await runner.cleanup()
 
 
-def run_hub(journal_root: Path, credentials: Credentials, **options: Any) -> None:
-    """`serve`, from a process that has no event loop yet."""
-    asyncio.run(serve(journal_root, credentials, **options))
+async def _serve(ready: Callable[[str], None], journal_root: Path, credentials: Credentials, options: Any) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with listening(journal_root, credentials, **options) as url:
+        ready(url)
+        await stop.wait()
+
+
+def run_hub(ready: Callable[[str], None], journal_root: Path, credentials: Credentials, **options: Any) -> None:
+    """A hub process: `listening` until SIGTERM or SIGINT, with its options; `ready` gets the address."""
+    asyncio.run(_serve(ready, journal_root, credentials, options))
 
 
 def _check_writable(folder: Path) -> None:

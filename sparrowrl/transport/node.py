@@ -45,7 +45,10 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class NextArtifact:
-    """What the workers should stage: the key of its directory, and the hex names of the segments that are there."""
+    """What the workers should stage: the key of its directory, and the hex names of the segments that are there.
+
+    `fetch_ms`, once it is committed, is how long fetching took.
+    """
 
     key: str
     kind: Kind
@@ -53,6 +56,7 @@ class NextArtifact:
     target: int
     segments: tuple[str, ...] = ()
     committed: bool = False
+    fetch_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from sparrowrl.delta.layout import Layout, TensorSpec, state_id
 from sparrowrl.delta.manifest import Manifest, SegmentRef, TensorChange
 from sparrowrl.delta.sink import JournalSink, Sink
 from sparrowrl.transport.client import HubSink
+from sparrowrl.transport.hub import listening
 from sparrowrl.transport.node import EngineStatus, NextArtifact, NodeDirectory, RankStatus
 
 COMMAND = [sys.executable, "-m", "sparrowrl.cli.main"]
@@ -76,6 +79,29 @@ class HubProcess:
 
     def kill(self) -> None:
         self.running.end(signal.SIGKILL)
+
+
+class HubThread:
+    """The same hub inside this process, which starts at once."""
+
+    def __init__(self, journal: Path, credentials: Credentials, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        addresses: queue.Queue[str] = queue.Queue()
+
+        async def serve() -> None:
+            async with listening(journal, credentials, port=0, **options) as url:
+                addresses.put(url)
+                await self._stop.wait()
+
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(serve()), daemon=True)
+        self._thread.start()
+        self.url = addresses.get(timeout=20)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        self._loop.close()
 
 
 class FakeRank(threading.Thread):
@@ -215,14 +241,21 @@ def journal_root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, journal_root: Path, credentials_file: Path) -> Iterator[HubProcess]:
+def hub(journal_root: Path, credentials: Credentials) -> Iterator[HubThread]:
+    thread = HubThread(journal_root, credentials)
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture
+def hub_process(tmp_path: Path, journal_root: Path, credentials_file: Path) -> Iterator[HubProcess]:
     process = HubProcess(tmp_path, journal_root, credentials_file)
     yield process
     process.kill()
 
 
 @pytest.fixture
-def sink(hub: HubProcess, credentials: Credentials) -> Iterator[HubSink]:
+def sink(hub: HubThread, credentials: Credentials) -> Iterator[HubSink]:
     made = HubSink(hub.url, credentials)
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""A real hub and a real agent as processes; the rank is a fake that checks files and writes its status."""
+"""A real hub and a real agent, which is a process; the rank is a fake that checks files and writes its status."""
 
 from __future__ import annotations
 
