@@ -79,7 +79,7 @@ def of_box(
     base = (seed + tl.zeros((1,), tl.int64)).to(tl.uint64) + (start + row * stride + column + 1).to(tl.uint64) * GOLDEN
     jump = (stride - row_length + tl.zeros((1,), tl.int64)).to(tl.uint64) * GOLDEN
     point = base + i.to(tl.uint64) * GOLDEN + down.to(tl.uint64) * jump
-    values = tl.load(bits + first + i, mask=inside, other=0)
+    values = tl.load(bits + (first + i), mask=inside, other=0)
     tl.store(sums + block, block_sum(point, values, inside))
 
 

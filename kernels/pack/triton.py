@@ -87,13 +87,13 @@ def magnitude_logs(steps: tl.tensor, logs: tl.tensor, changed: tl.tensor, BLOCK:
 @jit
 def put(words: tl.tensor, at: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
     """Or `value`, uint64, into the bits from `at` on, where `mask`."""
-    word = words + (at >> 5)
+    word = at >> 5
     shift = (at & 31).to(tl.uint64)
     over = (value >> 32) << shift | (value & 0xFFFFFFFF) << shift >> 32
     here, second, third = (value << shift).to(tl.int32), over.to(tl.int32), (over >> 32).to(tl.int32)
-    tl.atomic_or(word, here, mask=mask & (here != 0), sem="relaxed")
-    tl.atomic_or(word + 1, second, mask=mask & (second != 0), sem="relaxed")
-    tl.atomic_or(word + 2, third, mask=mask & (third != 0), sem="relaxed")
+    tl.atomic_or(words + word, here, mask=mask & (here != 0), sem="relaxed")
+    tl.atomic_or(words + (word + 1), second, mask=mask & (second != 0), sem="relaxed")
+    tl.atomic_or(words + (word + 2), third, mask=mask & (third != 0), sem="relaxed")
 
 
 @jit

@@ -111,7 +111,7 @@ def select(
         word = tl.load(words + ((begin + i) >> 5), mask=inside, other=0)
         bit = (word >> ((begin + i) & 31).to(tl.int32)) & 1
         k = seen + tl.cumsum(bit, 0) - bit
-        tl.store(out + first + k, i, mask=(bit != 0) & (k < count))
+        tl.store(out + (first + k), i, mask=(bit != 0) & (k < count))
         seen += tl.sum(bit)
     tl.store(found + tile, seen)
 
@@ -122,8 +122,8 @@ def get(words: tl.tensor, at: tl.tensor, length: tl.tensor, size: tl.tensor, mas
     word = at >> 5
     shift = (at & 31).to(tl.uint64)
     w0 = tl.load(words + word, mask=mask & (word < size), other=0).to(tl.uint64) & 0xFFFFFFFF
-    w1 = tl.load(words + word + 1, mask=mask & (word + 1 < size), other=0).to(tl.uint64) & 0xFFFFFFFF
-    w2 = tl.load(words + word + 2, mask=mask & (word + 2 < size), other=0).to(tl.uint64) & 0xFFFFFFFF
+    w1 = tl.load(words + (word + 1), mask=mask & (word + 1 < size), other=0).to(tl.uint64) & 0xFFFFFFFF
+    w2 = tl.load(words + (word + 2), mask=mask & (word + 2 < size), other=0).to(tl.uint64) & 0xFFFFFFFF
     value = (w0 | w1 << 32) >> shift | w2 << 32 << (32 - shift)
     one = tl.full(at.shape, 1, tl.uint64)
     return value & ((one << length.to(tl.uint64)) - one)
@@ -166,7 +166,7 @@ def decode(
     tl.store(positions + k, start + p, mask=inside)
 
     total = tl.load(gammas + k, mask=inside, other=0) - j
-    before = tl.load(gammas + k - 1, mask=inside & (j > 0), other=0) - j + 1
+    before = tl.load(gammas + (k - 1), mask=inside & (j > 0), other=0) - j + 1
     before = tl.where(j > 0, before, 0)
     bucket = total - before
     fits = bucket < WIDTH

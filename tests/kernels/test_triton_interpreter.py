@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_bits_equal
 from torch import Tensor
 
+from helpers import assert_bits_equal
 from sparrowrl.errors import CorruptData, LayoutError
 from sparrowrl.kernels.bits import as_bits
 from sparrowrl.kernels.diff import diff
