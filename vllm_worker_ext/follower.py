@@ -189,7 +189,7 @@ class Follower:
 
     def _ready(self) -> Ready | None:
         """What all ranks have staged, if there is such a thing; notes when something new is on its way."""
-        wanted, agent, ranks = self._node.next.read(), self._node.agent.read(), self._node.ranks().values()
+        wanted, ranks = self._node.next.read(), self._node.ranks().values()
         if wanted is None:
             self._transfer = None
             return None
@@ -201,8 +201,8 @@ class Follower:
             data = (self._node.key_path(wanted.key) / "manifest").read_bytes()
         except FileNotFoundError:  # given up meanwhile
             return None
-        fetch_ms = agent.fetch_ms if agent is not None else 0.0
-        return Ready(wanted.key, Manifest.decode(data, None), fetch_ms, max(rank.stage_ms for rank in ranks))
+        stage_ms = max(rank.stage_ms for rank in ranks)
+        return Ready(wanted.key, Manifest.decode(data, None), wanted.fetch_ms, stage_ms)
 
     def _submit(self, job: Callable[[], None]) -> None:
         """Have the core's thread run `job` between two steps."""
