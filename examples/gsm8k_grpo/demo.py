@@ -19,7 +19,7 @@ from sparrowrl.examples.gsm8k_grpo.processes import Children
 from sparrowrl.examples.gsm8k_grpo.report import Origin, Report, Requests, VersionRow
 from sparrowrl.examples.gsm8k_grpo.rollouts import Group
 from sparrowrl.examples.gsm8k_grpo.settings import Settings
-from sparrowrl.transport.node import Answer, EngineStatus
+from sparrowrl.transport.node import Answer, EngineStatus, remove_stale
 
 _ORIGIN_S = 120.0
 _ACTIVATION_S = 180.0
@@ -63,6 +63,7 @@ async def _run(settings: Settings, console: Console) -> bool:
     finally:
         console.progress("stopping hub and engine")
         await children.stop()
+        remove_stale()  # vLLM kills its engine core, which then cannot remove its node directory
     for line in verdict(result):
         console.say(line)
     return result.ok

@@ -17,9 +17,9 @@ from sparrowrl.config import Credentials
 from sparrowrl.errors import DeadlineExceeded, SparrowError, TransportError
 from sparrowrl.examples.gsm8k_grpo.processes import Child, Children, free_port
 from sparrowrl.examples.gsm8k_grpo.settings import Settings
-from sparrowrl.transport.client import HubClient
 from sparrowrl.transport.node import Answer, EngineStatus
 from sparrowrl.transport.records import from_json
+from sparrowrl.transport.remote import HubClient
 
 ENGINE = "demo"
 LONGEST_PROMPT = 512
