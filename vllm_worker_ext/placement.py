@@ -85,7 +85,7 @@ class Piece:
             for i in range(self.sizes[0]):
                 yield from self._outer(i).rows(live)
             return
-        bits = live.as_strided(self.sizes, self.target_strides, self.target).reshape(-1)
+        bits = live.as_strided(self.sizes, self.target_strides, self.target).reshape(-1).contiguous()
         if len(self.sizes) == 2:
             yield bits, self.source, self.sizes[1], self.source_strides[0]
         else:
@@ -290,7 +290,7 @@ def _find_aliases(layout: Layout, pieces: list[list[Piece]], storages: _Storages
         parameter = storages.named.get(spec.name)
         if pieces[number] or parameter is None:
             continue
-        owner = whole.get(storages.find(parameter) or 0)
+        owner = whole.get(storages.number[parameter.untyped_storage().data_ptr()])
         if owner is not None and layout.tensors[owner].shape == spec.shape:
             pieces[number] = list(pieces[owner])
             aliases.add(number)

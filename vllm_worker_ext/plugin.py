@@ -22,6 +22,7 @@ def register() -> None:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "sparrowrl.vllm_worker_ext.weight_transfer", "SparrowEngine")
     _keep_cpu_weights_live()
+    _let_vllm_look_at_llvmlite()
     hooks.install()
 
 
@@ -58,3 +59,14 @@ def _keep_cpu_weights_live() -> None:
             pack(layer, remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _let_vllm_look_at_llvmlite() -> None:
+    """vLLM 0.32's CPU build looks at `__dict__` of everything in every loaded module when an engine starts.
+
+    llvmlite (numba's compiler) has an object that makes up any attribute it is asked for, this one too, and vLLM then
+    fails on it: no engine could start in a process that has run one of our kernels. Here it gets an empty one.
+    """
+    from llvmlite.binding import ffi
+
+    ffi.lib._fntab.setdefault("__dict__", {})

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparrowrl.config import Credentials
 from sparrowrl.delta.keys import artifact_key, layout_key
 from sparrowrl.delta.layout import U64_MASK, Layout, state_id
-from sparrowrl.errors import FingerprintMismatch, SparrowError, StateError, UnknownState
+from sparrowrl.errors import FingerprintMismatch, StateError, UnknownState
 from sparrowrl.kernels.fingerprint import fingerprint
 from sparrowrl.transport.node import ErrorInfo, NextArtifact, NodeDirectory, RankStatus
 from sparrowrl.vllm_worker_ext.changes import Change, sums
@@ -163,7 +163,7 @@ class Receiver:
             self._stage(staged, wanted, stream)
         except FileNotFoundError:
             return True  # given up by the agent meanwhile: next.json says something else by now
-        except (SparrowError, OSError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - nobody else would see it: what stops this thread must be reported
             with self._lock:
                 self._refuse(wanted, error)
             return False

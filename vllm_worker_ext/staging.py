@@ -9,6 +9,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from sparrowrl.delta.blocks import DenseBlock
 from sparrowrl.delta.box import Box, first_overlap
 from sparrowrl.delta.layout import U64_MASK, state_id
 from sparrowrl.delta.manifest import Manifest
@@ -58,8 +59,12 @@ class Staged:
         added: list[Change] = []
         for block in decode_segment(data, placement.layout, device):
             self.boxes.setdefault(block.tensor, []).append(block.box)
-            self.counts[block.tensor] = self.counts.get(block.tensor, 0) + block.count
-            added += changes_of(block, placement)
+            some = list(changes_of(block, placement))
+            changed = block.count
+            if self.artifact.kind == "delta" and isinstance(block, DenseBlock):
+                changed = sum(change.differing(placement.live[change.live]) for change in some)
+            self.counts[block.tensor] = self.counts.get(block.tensor, 0) + changed
+            added += some
         if self.artifact.kind == "delta":
             _add(self.before, sums(added, _proofs(added, placement, expected=False)))
         _add(self.after, sums(added, _proofs(added, placement, expected=True)))

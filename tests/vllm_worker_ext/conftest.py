@@ -1,0 +1,44 @@
+"""Models and engines for the tests of this floor."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ENGINE_ARGS, ENVIRONMENT, Tensors, make_model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensors]]:
+    """checkpoint(kind) -> the folder of a tiny model and its weights; made once."""
+    made: dict[str, tuple[Path, Tensors]] = {}
+
+    def get(kind: str) -> tuple[Path, Tensors]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[kind] = (folder, make_model(folder, kind))
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """engine(folder, **arguments) -> a vllm.LLM in this process, shut down after the test."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    made: list[Any] = []
+
+    def start(folder: Path, **arguments: Any) -> Any:
+        from vllm import LLM
+
+        made.append(LLM(model=str(folder), **{**ENGINE_ARGS, **arguments}))
+        return made[-1]
+
+    yield start
+    while made:
+        made.pop().llm_engine.engine_core.shutdown()
+    gc.collect()

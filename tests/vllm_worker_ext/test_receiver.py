@@ -1,0 +1,420 @@
+"""The receiver on a real vLLM worker: what it activates is what a fresh engine would load, bit for bit, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EXTENSION, MODELS, PROMPTS, Fetched, Tensors, Trainer, generate, save_checkpoint, worker_of
+from helpers import assert_bits_equal, wait_for
+from safetensors.torch import load_file
+
+from sparrowrl.delta.blocks import SparseBlock
+from sparrowrl.delta.box import Box
+from sparrowrl.delta.manifest import Manifest
+from sparrowrl.delta.segment import SegmentPacker
+from sparrowrl.kernels.scatter import scatter_add_
+from sparrowrl.transport.node import NextArtifact, RankStatus
+from sparrowrl.vllm_worker_ext import changes as changes_module
+from sparrowrl.vllm_worker_ext.receiver import Receiver
+from sparrowrl.vllm_worker_ext.worker_extension import receiver_of
+
+pytestmark = pytest.mark.vllm
+Start = Callable[..., Any]
+
+
+class Bench:
+    """An engine in this process, its receiver, its trainer, and what an agent would have fetched."""
+
+    def __init__(self, llm: Any, folder: Path, weights: Tensors, root: Path, anchor_every: int = 0) -> None:
+        self.llm, self.folder, self.root = llm, folder, root
+        self.trainer = Trainer.begin(root / "trainer", weights, anchor_every)
+        self.fetched = Fetched(root / "node", self.trainer)
+        self.receiver: Receiver = receiver_of(worker_of(llm))
+        self.calls = 0
+
+    def call(self, method: str, *args: str) -> Any:
+        self.calls += 1
+        reply = getattr(self.receiver, method)(self.calls, *args)
+        assert reply["call_id"] == self.calls and reply["rank"] == 0
+        return reply
+
+    def attach(self) -> Any:
+        return self.call("attach", str(self.fetched.node.root), str(self.trainer.root / "token.json"))
+
+    def status(self) -> RankStatus:
+        status = self.fetched.node.rank(0).read()
+        assert status is not None
+        return status
+
+    def stage(self, target: int, name: str) -> str:
+        key = self.fetched.offer(target, name)
+        wait_for(lambda: self.status().staged == key, 60, f"{key} to be staged")
+        return key
+
+    def refused(self) -> str:
+        wait_for(lambda: self.status().error is not None, 60, "an error")
+        error = self.status().error
+        assert error is not None and self.status().staged is None
+        return f"{error.error}: {error.message}"
+
+    def exported(self) -> Tensors:
+        path = self.root / "export.safetensors"
+        reply = self.call("export", str(path))
+        assert reply["ok"], reply
+        return load_file(path)
+
+    def assert_holds(self, weights: Tensors, version: int) -> None:
+        reply = self.call("audit")
+        assert reply["ok"] and reply["version"] == version and reply["condition"] == "exact", reply
+        got = self.exported()
+        assert sorted(got) == sorted(weights)
+        for name, tensor in weights.items():
+            assert_bits_equal(got[name], tensor)
+
+
+@pytest.fixture
+def bench(
+    engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
+) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def start(kind: str = "qwen3-tied", anchor_every: int = 0) -> Bench:
+        folder, weights = checkpoint(kind)
+        llm = engine(folder, worker_extension_cls=EXTENSION)
+        made.append(Bench(llm, folder, weights, tmp_path, anchor_every))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.receiver.close()
+        one.fetched.node.remove()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_activated_equals_freshly_loaded(kind: str, bench: Callable[..., Bench], engine: Start) -> None:
+    b = bench(kind)
+    reply = b.attach()
+    assert reply["ok"] and reply["condition"] == "exact" and reply["version"] == 0, reply
+    before = generate(b.llm, PROMPTS)
+    weights = b.trainer.step()
+    key = b.stage(1, "0.fast")
+    assert generate(b.llm, PROMPTS, tokens=4) == [(t[:4], p[:4]) for t, p in before]  # staging has touched nothing
+    reply = b.call("activate", key)
+    assert reply["ok"] and reply["version"] == 1, reply
+    b.assert_holds(weights, 1)
+    after = generate(b.llm, PROMPTS)
+    fresh = engine(save_checkpoint(b.folder, b.root / "fresh", weights))
+    assert after == generate(fresh, PROMPTS) and after != before
+
+
+def test_twenty_versions_then_a_merged_delta(bench: Callable[..., Bench]) -> None:
+    b = bench("qwen3")
+    assert b.attach()["ok"]
+    for version in range(1, 21):
+        weights = b.trainer.step(0.01 if version % 5 else 0.9)  # every fifth is dense
+        assert b.call("activate", b.stage(version, f"{version - 1}.fast"))["ok"]
+        assert b.status().version == version
+    b.assert_holds(weights, 20)
+    for _ in range(3):
+        weights = b.trainer.step()
+    b.trainer.journal.merged(20, 23)
+    assert b.call("activate", b.stage(23, "20.fast"))["ok"]
+    b.assert_holds(weights, 23)
+
+
+def test_activating_twice_does_nothing(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.attach()
+    weights = b.trainer.step()
+    key = b.stage(1, "0.fast")
+    assert b.call("activate", key)["ok"]
+    again = b.call("activate", key)
+    assert again["ok"] and again["detail"] == "active already"
+    b.assert_holds(weights, 1)
+
+
+def test_a_tied_head_that_is_published_too_is_proved_not_written(
+    engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
+) -> None:
+    folder, weights = checkpoint("qwen3-tied")
+    both = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    b = Bench(engine(folder, worker_extension_cls=EXTENSION), folder, both, tmp_path)
+    assert b.attach()["condition"] == "exact"
+    change = torch.zeros(500, 128, dtype=torch.bool)
+    change[::7, ::11] = True
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        b.trainer.weights[name][change] += 1
+    b.trainer.publisher.publish(b.trainer.weights.items())
+    assert b.call("activate", b.stage(1, "0.fast"))["ok"]
+    b.assert_holds(b.trainer.weights, 1)
+    b.trainer.weights["lm_head.weight"][0, 0] += 1  # the trainer's head is not tied: this engine cannot hold that
+    b.trainer.publisher.publish(b.trainer.weights.items())
+    reply = b.call("activate", b.stage(2, "1.fast"))
+    assert not reply["ok"] and reply["error"]["error"] == "FingerprintMismatch" and "lm_head" in reply["error"]["message"]
+    assert reply["version"] == 1 and reply["condition"] == "exact"
+    assert b.call("audit")["ok"]
+    b.receiver.close()
+    b.fetched.node.remove()
+
+
+def test_drafts_are_staged_while_they_grow_and_forgotten_when_dropped(bench: Callable[..., Bench]) -> None:
+    b = bench("qwen3")
+    b.attach()
+    weights = b.trainer.step(0.9)
+    b.fetched.offer(1, "0.fast", segments=0)
+    wait_for(lambda: b.receiver._staged is not None, 60, "the draft to be begun")
+    b.fetched.offer(1, "0.fast", segments=1)
+    wait_for(lambda: b.receiver._staged is not None and len(b.receiver._staged.taken) == 1, 60, "a segment to be taken")
+    assert b.status().staged is None
+    b.fetched.node.next.write(None)
+    wait_for(lambda: b.receiver._staged is None, 60, "the draft to be forgotten")
+    assert b.call("activate", b.stage(1, "0.fast"))["ok"]
+    b.assert_holds(weights, 1)
+
+
+# Negative controls: each fault is noticed by name, and nothing of it is served.
+
+
+def test_a_skipped_activation_is_noticed(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.attach()
+    b.trainer.step()
+    b.trainer.step()
+    b.fetched.offer(2, "1.fast")
+    assert b.refused().startswith("WrongBase")
+    assert b.call("audit")["version"] == 0
+
+
+def test_an_activation_of_what_is_not_staged_is_refused(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.attach()
+    reply = b.call("activate", "runs/test/v/1/0.fast")
+    assert not reply["ok"] and reply["error"]["error"] == "StateError" and reply["condition"] == "exact"
+
+
+def test_a_flipped_live_bit_fails_the_audit_and_only_an_anchor_helps(bench: Callable[..., Bench]) -> None:
+    b = bench("qwen3", anchor_every=2)
+    b.attach()
+    b.trainer.step()
+    weights = b.trainer.step()
+    worker_of(b.llm).get_model().model.layers[1].mlp.down_proj.weight.data.view(torch.int16)[5, 7] ^= 1
+    reply = b.call("audit")
+    assert not reply["ok"] and reply["condition"] == "unknown"
+    assert reply["error"]["error"] == "FingerprintMismatch"
+    assert "model.layers.1.mlp.down_proj.weight" in reply["error"]["message"]
+    b.fetched.offer(1, "0.fast")
+    assert b.refused().startswith(("UnknownState", "FingerprintMismatch"))
+    wait_for(lambda: "UnknownState" in b.refused(), 60, "the delta to be refused")
+    reply = b.call("activate", b.stage(2, "anchor.dense"))
+    assert reply["ok"] and reply["condition"] == "exact", reply
+    b.assert_holds(weights, 2)
+
+
+def test_a_bit_that_flips_where_a_delta_writes_is_noticed_before_anything_is_written(
+    bench: Callable[..., Bench],
+) -> None:
+    b = bench("qwen3")
+    b.attach()
+    b.trainer.step(0.9)
+    norm = worker_of(b.llm).get_model().model.norm.weight
+    norm.data.view(torch.int16)[:] ^= 1
+    before = [p.clone() for p in worker_of(b.llm).get_model().parameters()]
+    b.fetched.offer(1, "0.fast")
+    refused = b.refused()
+    assert refused.startswith("FingerprintMismatch") or b.status().staged is None
+    for p, old in zip(worker_of(b.llm).get_model().parameters(), before, strict=True):
+        assert_bits_equal(p.data, old)
+
+
+def test_a_missing_segment_a_corrupt_one_and_a_forged_manifest(bench: Callable[..., Bench]) -> None:
+    b = bench("qwen3")
+    b.attach()
+    weights = b.trainer.step(0.9)
+    folder = b.fetched.copy(1, "0.fast")
+    manifest = b.trainer.journal.manifest(1, "0.fast")
+    names = tuple(ref.digest.hex() for ref in manifest.segments)
+    key = "runs/test/v/1/0.fast"
+
+    def offer(some: tuple[str, ...]) -> None:
+        b.fetched.node.next.write(NextArtifact(key, "delta", 0, 1, some, True))
+
+    offer(names[:-1])
+    assert b.refused().startswith("CorruptData") and "segments of its manifest" in b.refused()
+    whole = (folder / f"{names[0]}.seg").read_bytes()
+    (folder / f"{names[0]}.seg").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    b.fetched.node.next.write(None)
+    offer(names)
+    wait_for(lambda: "hash that is its name" in b.refused(), 60, "the corrupt segment to be noticed")
+    (folder / f"{names[0]}.seg").write_bytes(whole)
+    (folder / "manifest").write_bytes(manifest.encode(bytes(32)))
+    b.fetched.node.next.write(None)
+    wait_for(lambda: b.receiver._poll(None) is False, 60, "next.json to be read")
+    offer((*names,))
+    b.receiver._refused = None
+    wait_for(lambda: "MAC" in b.refused(), 60, "the forged manifest to be noticed")
+    assert b.call("audit")["version"] == 0
+    b.receiver._refused = None
+    assert b.call("activate", b.stage(1, "0.fast"))["ok"]
+    b.assert_holds(weights, 1)
+
+
+def test_blocks_that_overlap_or_do_not_add_up_are_refused(bench: Callable[..., Bench]) -> None:
+    b = bench("qwen3")
+    b.attach()
+    b.trainer.step()
+    true = b.trainer.journal.manifest(1, "0.fast")
+    layout = b.trainer.journal.layout()
+    block = SparseBlock(3, Box.whole(layout.tensors[3].numel), torch.tensor([4]), torch.tensor([1], dtype=torch.int16))
+    packer = SegmentPacker(layout)
+    data = [*packer.add(block), *packer.flush()]
+    folder = b.fetched.node.root / "runs/test/v/1/0.fast"
+    folder.mkdir(parents=True)
+    from blake3 import blake3
+
+    from sparrowrl.delta.manifest import SegmentRef, TensorChange
+
+    def commit(changed: int, fingerprint: int) -> None:
+        refs = tuple(SegmentRef(blake3(d).digest(), len(d)) for d in data)
+        change = TensorChange(3, changed, fingerprint)
+        fake = Manifest(
+            true.run, "delta", "fast", 0, 1, true.base_state, true.target_state, true.layout, 0, changed, (change,), refs
+        )
+        (folder / "manifest").write_bytes(fake.encode(b.trainer.credentials.run_key))
+        for ref, d in zip(refs, data, strict=True):
+            (folder / f"{ref.digest.hex()}.seg").write_bytes(d)
+        names = tuple(ref.digest.hex() for ref in refs)
+        b.receiver._refused = None
+        b.fetched.node.next.write(NextArtifact("runs/test/v/1/0.fast", "delta", 0, 1, names, True))
+
+    commit(2, 0)
+    wait_for(lambda: "expected 2 changes" in b.refused(), 60, "the count to be noticed")
+    commit(1, 0)
+    wait_for(lambda: "FingerprintMismatch" in b.refused(), 60, "the fingerprint to be noticed")
+    again = SparseBlock(3, block.box, torch.tensor([5]), torch.tensor([1], dtype=torch.int16))
+    data += [*packer.add(again), *packer.flush()]
+    commit(2, 0)
+    wait_for(lambda: "overlap" in b.refused(), 60, "the overlap to be noticed")
+    assert b.call("audit")["version"] == 0
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 7, "proof"])
+def test_a_failure_at_any_step_is_undone(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, fail_at: int | str
+) -> None:
+    b = bench("qwen3")
+    b.attach()
+    start = b.exported()
+    weights = b.trainer.step(0.2)  # norms go dense, the rest sparse
+    key = b.stage(1, "0.fast")
+    written = 0
+
+    def failing(*args: Any) -> None:
+        nonlocal written
+        if written == fail_at:
+            raise RuntimeError("injected")
+        written += 1
+        scatter_add_(*args)
+
+    with monkeypatch.context() as patch:
+        if fail_at == "proof":
+            real = b.receiver._check_changes
+            outcomes = iter([True, False])
+            from sparrowrl.errors import FingerprintMismatch
+
+            def check(*args: Any) -> None:
+                if next(outcomes):
+                    raise FingerprintMismatch("injected")
+                real(*args)
+
+            patch.setattr(b.receiver, "_check_changes", check)
+        else:
+            calls = {"n": 0}
+
+            def scatter(*args: Any) -> None:
+                calls["n"] += 1
+                if calls["n"] == int(fail_at) + 1:
+                    raise RuntimeError("injected")
+                scatter_add_(*args)
+
+            patch.setattr(changes_module, "scatter_add_", scatter)
+        reply = b.call("activate", key)
+    assert not reply["ok"] and "injected" in reply["error"]["message"]
+    assert reply["condition"] == "exact" and reply["version"] == 0
+    b.assert_holds(start, 0)
+    b.receiver._refused = None  # as if the agent offered it anew
+    assert b.call("activate", b.stage(1, "0.fast"))["ok"]
+    b.assert_holds(weights, 1)
+
+
+def test_an_undo_that_fails_leaves_the_rank_unknown(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    b = bench("qwen3", anchor_every=2)
+    b.attach()
+    b.trainer.step()
+    key = b.stage(1, "0.fast")
+    count = 0
+
+    def scatter(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 3:
+            raise RuntimeError("injected")
+        scatter_add_(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changes_module, "scatter_add_", scatter)
+        reply = b.call("activate", key)
+    assert not reply["ok"] and reply["error"]["error"] == "UnknownState" and reply["condition"] == "unknown"
+    assert b.call("audit")["error"]["error"] == "UnknownState"
+    weights = b.trainer.step()
+    assert b.call("activate", b.stage(2, "anchor.dense"))["condition"] == "exact"
+    b.assert_holds(weights, 2)
+
+
+def test_an_engine_with_other_weights_is_unknown_until_an_anchor(
+    engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
+) -> None:
+    folder, weights = checkpoint("llama")
+    other = {name: t + 1 if name.endswith("norm.weight") else t for name, t in weights.items()}
+    llm = engine(save_checkpoint(folder, tmp_path / "other", other), worker_extension_cls=EXTENSION)
+    b = Bench(llm, folder, weights, tmp_path, anchor_every=1)
+    reply = b.attach()
+    assert reply["ok"] and reply["condition"] == "unknown" and "layernorm.weight" in reply["detail"]
+    new = b.trainer.step()
+    assert b.call("activate", b.stage(1, "anchor.dense"))["ok"]
+    b.assert_holds(new, 1)
+    new = b.trainer.step()
+    assert b.call("activate", b.stage(2, "1.fast"))["ok"]
+    b.assert_holds(new, 2)
+    b.receiver.close()
+    b.fetched.node.remove()
+
+
+def test_a_failed_restore_leaves_the_rank_unknown(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    b = bench("qwen3", anchor_every=1)
+    b.attach()
+    weights = b.trainer.step()
+    key = b.stage(1, "anchor.dense")
+    with monkeypatch.context() as patch:
+        patch.setattr(changes_module.Change, "write", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
+        reply = b.call("activate", key)
+    assert not reply["ok"] and reply["condition"] == "unknown"
+    b.receiver._refused = None
+    assert b.call("activate", b.stage(1, "anchor.dense"))["ok"]
+    b.assert_holds(weights, 1)
+
+
+def test_attaching_without_a_directory_answers_and_does_not_raise(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    b = bench()
+    reply = b.call("attach", str(tmp_path / "nowhere"), str(b.trainer.root / "token.json"))
+    assert not reply["ok"] and reply["error"]["error"] == "ConfigError" and reply["condition"] == "unknown"
+
+
+def test_an_engine_that_is_not_ours_still_packs_its_weights(
+    engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]]
+) -> None:
+    llm = engine(checkpoint("qwen3")[0])
+    assert worker_of(llm).get_model().model.layers[0].mlp.down_proj.weight.numel() == 0
