@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparrowrl.errors import ConfigError
@@ -23,9 +23,9 @@ class Credentials:
     """
 
     run: str
-    run_key: bytes
-    reader: str
-    writer: str | None = None
+    run_key: bytes = field(repr=False)
+    reader: str = field(repr=False)
+    writer: str | None = field(default=None, repr=False)
 
     @classmethod
     def new(cls, run: str) -> Credentials:
@@ -45,7 +45,7 @@ class Credentials:
             run_key = bytes.fromhex(raw["run_key"])
             made = cls(str(raw["run"]), run_key, str(raw["reader"]), raw.get("writer"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"credentials file {path}: expected run, run_key (hex) and reader, got {error!r}") from error
+            raise ConfigError(f"credentials file {path}: expected run, run_key (hex), reader, got {error!r}") from error
         if len(run_key) != 32 or not RUN_NAME.fullmatch(made.run) or not made.reader:
             raise ConfigError(f"credentials file {path}: expected a 32-byte run_key, a run name and a reader token")
         return made

@@ -88,15 +88,15 @@ class Board:
         self._versions = journal.root / "runs" / journal.run / "v"
         self._stamp: object = None
         self._pokes = 0
+        self._looking = asyncio.Lock()
         self._drafts: dict[tuple[int, str], DraftView] = {}
         self._wake = asyncio.Event()
-        self._look_now = asyncio.Event()
         self._closing = False
 
-    def poke(self) -> None:
-        """Something was written by this hub: look at once."""
+    async def look_now(self) -> None:
+        """Something was written by this hub."""
         self._pokes += 1
-        self._look_now.set()
+        await self.look()
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
@@ -122,29 +122,26 @@ class Board:
         """Keep `facts` fresh, for ever."""
         while True:
             await self.look()
-            try:
-                await asyncio.wait_for(self._look_now.wait(), LOOK_SECONDS)
-            except TimeoutError:
-                continue
-            finally:
-                self._look_now.clear()
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
         """Read the journal if it changed, and wake those who wait if the facts did."""
-        stamp = self._current_stamp()
-        if stamp == self._stamp:
-            return
-        try:
-            facts = await asyncio.to_thread(self._read)
-        except VersionNotFound:  # a version was deleted while we read: the next look sees a consistent journal
-            return
-        except SparrowError as error:
-            log.error("run %s: cannot read the journal: %s", self._journal.run, error)
-            return
-        self._stamp = stamp
-        if facts != self.facts:
-            self.facts = facts
-            self.wake()
+        async with self._looking:
+            stamp = self._current_stamp()
+            if stamp == self._stamp:
+                return
+            try:
+                facts = await asyncio.to_thread(self._read)
+            except VersionNotFound:  # a version was deleted while we read: the next look sees a consistent journal
+                return
+            except SparrowError as error:
+                log.error("run %s: cannot read the journal: %s", self._journal.run, error)
+                return
+            self._stamp = stamp
+            if facts != self.facts:
+                self.facts = facts
+                self._drafts = {key: view for key, view in self._drafts.items() if f"{key[0]}/{key[1]}" in facts.drafts}
+                self.wake()
 
     def _current_stamp(self) -> object:
         """Of all that may change the facts; what is not near the newest version is looked at now and then."""
@@ -194,8 +191,3 @@ class Board:
     def committed(self, target: int, name: str) -> bool:
         """Whether the artifact exists."""
         return os.path.exists(self._journal.root / artifact_key(self._journal.run, target, name) / "manifest")
-
-    def forget_old_drafts(self) -> None:
-        """Drop what is remembered of drafts that no longer are."""
-        for target, name in [key for key in self._drafts if f"{key[0]}/{key[1]}" not in self.facts.drafts]:
-            del self._drafts[target, name]

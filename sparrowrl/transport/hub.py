@@ -110,7 +110,7 @@ class Hub:
             try:
                 if await self.desk.expire():
                     log.warning("run %s: its trainer went silent; its lease ended", self.journal.run)
-                    self.board.poke()
+                    await self.board.look_now()
             except SparrowError as error:
                 log.error("run %s: cannot end the lease: %s", self.journal.run, error)
 
@@ -250,7 +250,7 @@ class Hub:
 
     async def _release(self, request: web.Request) -> web.Response:
         await self.desk.release(_writer(request))
-        self.board.poke()
+        await self.board.look_now()
         return _json({})
 
     async def _put_layout(self, request: web.Request) -> web.Response:
@@ -277,7 +277,7 @@ class Hub:
                     raise CorruptData("segment: its hash is not the one in its name; it was damaged on the way")
                 await asyncio.to_thread(self.journal.draft(target, name).put, data)
         if match[3] or f"{target}/{name}" not in self.board.facts.drafts:
-            self.board.poke()
+            await self.board.look_now()
         self.board.wake()
         return _json({})
 
@@ -301,7 +301,7 @@ class Hub:
         target, name = _artifact(request)
         await self.desk.require(_writer(request))
         await asyncio.to_thread(self.journal.draft(target, name).drop)
-        self.board.poke()
+        await self.board.look_now()
         self.board.wake()
         return _json({})
 
