@@ -94,6 +94,16 @@ def test_cast_nan_is_the_positive_quiet_one(wire: torch.dtype, size: int) -> Non
         assert_bits_equal(got, torch.full_like(got, want[wire.itemsize]))
 
 
+@pytest.mark.parametrize("others", [0.0, 3e38, float("inf"), -float("inf")])
+def test_one_cast_nan_among_others(others: float) -> None:
+    new = torch.full((3001,), others)
+    new[1700] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+    got = as_bits(cast_to_wire(new, torch.bfloat16))
+    want = as_bits(torch.full((3001,), others).to(torch.bfloat16)).clone()
+    want[1700] = 0x7FC0
+    assert_bits_equal(got, want)
+
+
 def test_same_dtype_is_not_touched() -> None:
     payload = torch.tensor([0x7F81, -1], dtype=torch.int16).view(torch.bfloat16)
     assert cast_to_wire(payload, torch.bfloat16) is payload
