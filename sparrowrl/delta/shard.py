@@ -58,7 +58,7 @@ def _placed(name: str, tensor: DTensor) -> tuple[Box, tuple[int, ...], bool]:
         return Box(0, 0, 0, 1), (0,), False
     dim, parts, part, first = 0, 1, 0, True
     for mesh_dim, (placement, at) in enumerate(zip(tensor.placements, coordinate, strict=True)):
-        if type(placement) is Replicate:
+        if type(placement) is Replicate or tensor.device_mesh.size(mesh_dim) == 1:
             first = first and at == 0
         elif type(placement) is Shard and parts == 1:
             dim, parts, part = placement.dim, tensor.device_mesh.size(mesh_dim), at
