@@ -85,23 +85,29 @@ def packed(group: Prompted, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     return rows[0], rows[1], mask[None, None], torch.tensor(places, device=device), targets
 
 
-def completion_logprobs(model: Any, group: Prompted, dtype: torch.dtype) -> Tensor:
-    """Log-probabilities, float32 [tokens of all completions], computed in `dtype`, logits for these places only."""
+def completion_logprobs(model: Any, group: Prompted, dtype: torch.dtype, temperature: float) -> Tensor:
+    """Log-probabilities at this temperature, float32 [tokens of all completions], computed in `dtype`.
+
+    Only the logits of these places are computed.
+    """
     device = model.device
     ids, positions, mask, places, targets = packed(group, device)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
         hidden = model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
-        logits = model.get_output_embeddings()(hidden[0, places]).float()
+        logits = model.get_output_embeddings()(hidden[0, places]).float() / temperature
     return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 class Trainer:
-    """The policy in training: float32 masters, computed in `dtype`, the dtype that goes to the engine."""
+    """The policy in training: float32 masters; `dtype` computes, and `temperature` is what completions are sampled at."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype, lr: float, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Path, dtype: torch.dtype, lr: float, temperature: float, device: torch.device
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.dtype = dtype
+        self._dtype = dtype
+        self._temperature = temperature
         self.stop = threading.Event()
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0, fused=True)
@@ -126,7 +132,7 @@ class Trainer:
 
     def _accumulate(self, group: Prompted, tokens: int) -> Tensor:
         """Add the gradients of one group; returns its sums of loss, clipped tokens and k3."""
-        logprobs = completion_logprobs(self.model, group, self.dtype)
+        logprobs = completion_logprobs(self.model, group, self._dtype, self._temperature)
         behaviour = logprobs.new_tensor([value for sample in group.samples for value in sample.logprobs])
         shares = zip(group.samples, advantages([sample.reward for sample in group.samples]), strict=True)
         advantage = logprobs.new_tensor([value for sample, value in shares for _ in sample.tokens])

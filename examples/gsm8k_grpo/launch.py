@@ -23,7 +23,7 @@ from sparrowrl.examples.gsm8k_grpo.console import Console
 from sparrowrl.examples.gsm8k_grpo.grpo import Trainer
 from sparrowrl.examples.gsm8k_grpo.processes import Children, check_port_free
 from sparrowrl.examples.gsm8k_grpo.report import Report
-from sparrowrl.examples.gsm8k_grpo.rollouts import Prompt, Rollouts, prompts_of
+from sparrowrl.examples.gsm8k_grpo.rollouts import TEMPERATURE, Prompt, Rollouts, prompts_of
 from sparrowrl.examples.gsm8k_grpo.settings import Settings
 from sparrowrl.examples.gsm8k_grpo.tasks import Problem, load_problems
 from sparrowrl.transport.client import HubSink
@@ -79,7 +79,13 @@ async def launch(settings: Settings, children: Children, report: Report, console
 def _load_trainer(settings: Settings, devices: engine.Devices, checkpoint: Path) -> Trainer:
     if devices.trainer.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 2) - engine.engine_threads()))
-    return Trainer(checkpoint, settings.wire_dtype, settings.lr, devices.trainer)
+    return Trainer(checkpoint, _compute_dtype(settings, devices), settings.lr, TEMPERATURE, devices.trainer)
+
+
+def _compute_dtype(settings: Settings, devices: engine.Devices) -> torch.dtype:
+    """The engine's dtype, but float32 where 16-bit matrix products are slow."""
+    slow = devices.trainer.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return torch.float32 if slow else settings.wire_dtype
 
 
 def _load_prompts(settings: Settings, checkpoint: Path, problems: Sequence[Problem]) -> tuple[Any, list[Prompt]]:

@@ -36,7 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--port", type=int, metavar="P", help="of the vLLM server (default: a free one)")
     add("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="logs and report (default: %(default)s)")
     add("--cache", type=Path, default=CACHE, metavar="DIR", help="converted checkpoints (default: %(default)s)")
-    add("--group-size", type=int, default=8, metavar="N", help="completions of a prompt (default: %(default)s)")
+    add("--group-size", type=int, default=4, metavar="N", help="completions of a prompt (default: %(default)s)")
     add("--prompts", type=int, default=2, metavar="N", help="prompts of a step (default: %(default)s)")
     add("--max-tokens", type=int, default=64, metavar="N", help="longest completion (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of problem order and sampling (default: %(default)s)")
