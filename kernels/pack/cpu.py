@@ -41,8 +41,18 @@ def _bucket(step: int) -> Any:
 
 
 @compiled
-def _low_bits(size: int, n: int) -> Any:
+def low_bits_of(size: int, n: int) -> Any:
+    """Return l of a tile of `size` elements with n > 0 changes."""
     return 63 - i64(leading_zeros(u64(size // n)))
+
+
+@compiled
+def words_of(size: int, n: int, s: int) -> Any:
+    """Return the words of the body of a tile."""
+    if n == 0:
+        return 0
+    low_bits = low_bits_of(size, n)
+    return (n * low_bits + n + ((size - 1) >> low_bits) + n + n + s + s + 31) >> 5
 
 
 @compiled
@@ -65,11 +75,8 @@ def _measure(
         buckets[p >> tile_log2] += _bucket(i64(steps[k]))
     words = 0
     for tile in range(counts.size):
-        n, s = i64(counts[tile]), i64(buckets[tile])
-        if n:
-            size = min(1 << tile_log2, elements - (tile << tile_log2))
-            low_bits = _low_bits(size, n)
-            words += (n * low_bits + n + ((size - 1) >> low_bits) + n + n + s + s + 31) >> 5
+        size = min(1 << tile_log2, elements - (tile << tile_log2))
+        words += words_of(size, i64(counts[tile]), i64(buckets[tile]))
     return words
 
 
@@ -103,7 +110,7 @@ def _write(
             continue
         start = tile << tile_log2
         size = min(1 << tile_log2, elements - start)
-        low_bits = _low_bits(size, n)
+        low_bits = low_bits_of(size, n)
         low_mask = (1 << low_bits) - 1
         high = at + n * low_bits
         sign = high + n + ((size - 1) >> low_bits)

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sparrowrl.errors import CorruptData
 from sparrowrl.kernels.compiled import compiled, i64, u64
+from sparrowrl.kernels.pack.cpu import low_bits_of, words_of
 
 ZERO = u64(0)
 ONE = u64(1)
@@ -37,11 +38,6 @@ def unpack(
 
 
 @compiled
-def _low_bits(size: int, n: int) -> Any:
-    return 63 - i64(leading_zeros(u64(size // n)))
-
-
-@compiled
 def _measure(
     counts: NDArray[np.int32], buckets: NDArray[np.int32], elements: int, tile_log2: int, limit: int
 ) -> tuple[int, int]:
@@ -52,9 +48,7 @@ def _measure(
         size = min(1 << tile_log2, elements - (tile << tile_log2))
         if n < 0 or n > size or s < 0 or s > n * limit:
             return 0, -1
-        if n:
-            low_bits = _low_bits(size, n)
-            words += (n * low_bits + n + ((size - 1) >> low_bits) + n + n + s + s + 31) >> 5
+        words += words_of(size, n, s)
         changed += n
     return changed, words
 
@@ -153,7 +147,7 @@ def _read(
             continue
         start = tile << tile_log2
         size = min(1 << tile_log2, elements - start)
-        low_bits = _low_bits(size, n)
+        low_bits = low_bits_of(size, n)
         high = low + n * low_bits
         sign = high + n + ((size - 1) >> low_bits)
         gamma = sign + n

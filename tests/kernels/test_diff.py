@@ -14,6 +14,8 @@ from helpers import assert_bits_equal
 from sparrowrl.errors import LayoutError
 from sparrowrl.kernels.bits import as_bits, cast_to_wire
 from sparrowrl.kernels.diff import cpu, diff, reference
+from sparrowrl.kernels.fingerprint import fingerprint, fingerprint_at
+from sparrowrl.kernels.scatter import scatter_add_
 
 CASTS = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -63,6 +65,21 @@ def test_output_grows() -> None:
     new[600_000:] = 5
     check(new, old)
     check(old + 1, old)
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements() -> None:
+    """Pages that only zeros are read from take no memory."""
+    elements = (1 << 31) + 100_003
+    old, new = torch.zeros(elements, dtype=torch.int8), torch.zeros(elements, dtype=torch.int8)
+    positions = torch.tensor([0, (1 << 31) - 1, 1 << 31, elements - 1])
+    steps = torch.tensor([1, -2, 3, -128], dtype=torch.int8)
+    scatter_add_(new, positions, steps)
+    got_positions, got_steps = diff(new, old)
+    assert_bits_equal(got_positions, positions)
+    assert_bits_equal(got_steps, steps)
+    update = fingerprint_at(new, positions, positions, 1) - fingerprint_at(old, positions, positions, 1)
+    assert_bits_equal(fingerprint(old, 1) + update, fingerprint(new, 1))
 
 
 def test_negative_zero_nan_payloads_and_subnormals_are_bits() -> None:
