@@ -17,6 +17,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,17 +120,22 @@ def narrow_addresses(binary: Any) -> int:
     return sum(int(bits) < 64 for bits in offsets)
 
 
+def commit() -> str:
+    """Return the commit of what is measured, "-dirty" if the kernels or this file have changes that it lacks."""
+    git = partial(subprocess.run, check=True, capture_output=True, text=True, cwd=ROOT)
+    changes = git(["git", "status", "--porcelain", "--", "kernels", __file__]).stdout
+    return git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() + ("-dirty" if changes else "")
+
+
 def rows(widths: list[int], targets: list[str]) -> Iterator[dict[str, Any]]:
     """Compile everything and yield one row each; kernels that touch no weights once only."""
-    head = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     for name in targets:
         for case in CASES:
             for width in widths if "*w" in case.types else widths[:1]:
                 binary = compiled(case, width, TARGETS[name])
                 figures = (*needs(binary, TARGETS[name]), binary.metadata.shared, narrow_addresses(binary))
-                values = (date, commit, triton.__version__, name, case.name, width, *figures)
+                values = (date, commit(), triton.__version__, name, case.name, width, *figures)
                 yield dict(zip(COLUMNS, values, strict=True))
 
 

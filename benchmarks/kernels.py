@@ -4,7 +4,7 @@
 
 The weights are bf16, of which 0.16 % or 1.2 % changed, nearly all by one ULP. Before anything is timed its result is
 checked against the reference. Rows are appended: one thread, median and 20th and 80th percentile of the repeats in
-milliseconds, and the time of the copy (median, timed in turn with the kernel) over the kernel's.
+milliseconds (on a CPU: of processor time), and the time of the copy (median, timed in turn with the kernel) over the kernel's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import os
 import platform
 import statistics
 import subprocess
@@ -54,13 +55,15 @@ def weights(elements: int, density: float, device: str) -> tuple[Tensor, Tensor]
 
 
 def timed(operation: Callable[[], Any], device: str) -> float:
-    """Return the milliseconds that `operation` takes."""
-    if device != "cpu":
-        torch.cuda.synchronize()
+    """Return the milliseconds that `operation` takes: on a CPU of processor time, which others' work disturbs less."""
+    if device == "cpu":
+        start = time.process_time()
+        operation()
+        return 1000 * (time.process_time() - start)
+    torch.cuda.synchronize()
     start = time.perf_counter()
     operation()
-    if device != "cpu":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return 1000 * (time.perf_counter() - start)
 
 
@@ -108,12 +111,19 @@ def operations(new: Tensor, old: Tensor) -> Iterator[tuple[str, Callable[[], Any
     yield "fingerprint_at", lambda: fingerprint_at(new, positions, positions, 3), right
 
 
+def commit() -> str:
+    """Return the commit of what is measured, "-dirty" if the kernels or this file have changes that it lacks."""
+    git = partial(subprocess.run, check=True, capture_output=True, text=True, cwd=ROOT)
+    changes = git(["git", "status", "--porcelain", "--", "kernels", __file__]).stdout
+    return git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() + ("-dirty" if changes else "")
+
+
 def rows(device: str, elements: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Measure everything; one row for each operation and density."""
-    head = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    machine = torch.cuda.get_device_name() if device != "cpu" else f"{processor()}, one thread"
+    machine = (
+        torch.cuda.get_device_name() if device != "cpu" else f"{processor()}, one thread, load {os.getloadavg()[0]:.1f}"
+    )
     versions = f"python {platform.python_version()} torch {torch.__version__} numba {numba.__version__}"
     for density in DENSITIES:
         new, old = weights(elements, density, device)
@@ -127,7 +137,7 @@ def rows(device: str, elements: int, repeats: int) -> Iterator[dict[str, Any]]:
             fifths = statistics.quantiles(times, n=5, method="inclusive")
             median, reference = statistics.median(times), statistics.median(copies)
             figures = [round(x, 3) for x in (median, fifths[0], fifths[-1], reference, reference / median)]
-            values = [date, commit, machine, versions, name, elements, density, repeats, *figures]
+            values = [date, commit(), machine, versions, name, elements, density, repeats, *figures]
             yield dict(zip(COLUMNS, values, strict=True))
 
 

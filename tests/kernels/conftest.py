@@ -10,7 +10,7 @@ from torch import Tensor
 
 INT_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 KINDS = ["empty", "one_equal", "one_changed", "none", "all", "sparse", "half", "far", "extremes", "clustered"]
-_SIZES = {"empty": 0, "one_equal": 1, "one_changed": 1}
+_SIZES = {"empty": 0, "one_equal": 1, "one_changed": 1, "all": 2501}
 
 
 class Pair(NamedTuple):
