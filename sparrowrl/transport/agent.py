@@ -10,9 +10,10 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from sparrowrl.config import Credentials
 from sparrowrl.delta import keys
@@ -124,10 +125,7 @@ class Agent:
                 try:
                     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    everything = [*tasks, *([self._task] if self._task is not None else [])]
-                    for task in everything:
-                        task.cancel()
-                    await asyncio.gather(*everything, return_exceptions=True)
+                    await _end([*tasks, *([self._task] if self._task is not None else [])])
                 for task in done:
                     task.result()
         finally:
@@ -189,7 +187,8 @@ class Agent:
         pause = _FIRST_PAUSE
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._post.wait(), _STATUS_SECONDS)
+                async with asyncio.timeout(_STATUS_SECONDS):
+                    await self._post.wait()
             self._post.clear()
             if self._engine is None:
                 continue
@@ -261,8 +260,7 @@ class Agent:
     async def _give_up(self) -> None:
         """The engine has this artifact, or needs another, or it is gone: take it back."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await _end([self._task])
         self._bytes_before += self._fetch.fetched_bytes if self._fetch is not None else 0
         self._fetch, self._task, self._complete = None, None, False
         self._announcer.show(_nothing)
@@ -337,6 +335,15 @@ class Agent:
                     self._node.agent.write(self._status)
                 written = self._status
             await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they end: a cancellation that meets a timeout comes out as the timeout, and is lost."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.5)
 
 
 def _nothing() -> None:

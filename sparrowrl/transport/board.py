@@ -116,7 +116,8 @@ class Board:
             if remaining <= 0:
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), min(remaining, every))
+                async with asyncio.timeout(min(remaining, every)):
+                    await self._wake.wait()
 
     async def watch(self) -> None:
         """Keep `facts` fresh, for ever."""

@@ -16,7 +16,7 @@ from sparrowrl.delta.manifest import Manifest
 from sparrowrl.errors import ConfigError, CorruptData, FormatError, SparrowError, WrongBase
 from sparrowrl.transport.choice import Choice
 from sparrowrl.transport.node import NextArtifact, NodeDirectory, write_atomically
-from sparrowrl.transport.remote import HubClient, checked_segment
+from sparrowrl.transport.remote import HubClient
 
 _DRAFT_WAIT = 20.0  # seconds that one question for more segments may take
 
@@ -149,7 +149,6 @@ class Fetch:
             if page.draft != known:
                 known, self._listed = page.draft, {}
             for segment in page.segments:
-                checked_segment(segment)
                 self._listed[segment.digest] = segment.length
             limits.check_at_most("segments of a draft", len(self._listed), limits.SEGMENTS)
             self._announce(self._next)

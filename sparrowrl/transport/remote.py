@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ class HubClient:
         body = await self.request("GET", path, params=query, wait=wait, limit=limits.MANIFEST_BYTES)
         page = from_json(DraftPage, parse_json(body, "draft"), "draft")
         for segment in page.segments:
-            checked_segment(segment)
+            check_segment(segment)
         return page
 
     async def download(self, key: str, path: Path, digest: bytes, length: int) -> None:
@@ -143,6 +144,7 @@ class HubClient:
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 async with self._open("GET", key) as response:
+                    _check_announced(response, length, key)
                     async for chunk in response.content.iter_any():
                         received += len(chunk)
                         if received > length:
@@ -174,19 +176,22 @@ class HubClient:
         return int(parse_json(body, "request")["id"])
 
 
-def checked_segment(segment: DraftSegment) -> bytes:
-    """The digest of an announced segment. Raises CorruptData if its name or length cannot be right."""
-    if not 0 < segment.length <= limits.SEGMENT_BYTES or len(segment.digest) != 64:
-        raise CorruptData(f"draft: expected segments of 1 to {limits.SEGMENT_BYTES} bytes, got {segment}")
-    try:
-        return bytes.fromhex(segment.digest)
-    except ValueError as error:
-        raise CorruptData(f"draft: expected a hash in hex, got {segment.digest!r}") from error
+def check_segment(segment: DraftSegment) -> None:
+    """Raise CorruptData if this can be neither name nor length of a segment."""
+    if not re.fullmatch(keys.HASH, segment.digest, re.ASCII) or not 0 < segment.length <= limits.SEGMENT_BYTES:
+        raise CorruptData(
+            f"draft: expected hashes in hex and lengths of 1 to {limits.SEGMENT_BYTES}, got {segment.digest[:80]!r} "
+            f"and {segment.length}"
+        )
+
+
+def _check_announced(response: aiohttp.ClientResponse, limit: int, what: str) -> None:
+    if (response.content_length or 0) > limit:
+        raise LimitExceeded(f"{what}: expected at most {limit} bytes, the hub announces {response.content_length}")
 
 
 async def _body(response: aiohttp.ClientResponse, limit: int, what: str) -> bytes:
-    if (response.content_length or 0) > limit:
-        raise LimitExceeded(f"{what}: expected at most {limit} bytes, the hub announces {response.content_length}")
+    _check_announced(response, limit, what)
     pieces, received = [], 0
     async for piece in response.content.iter_any():
         received += len(piece)
