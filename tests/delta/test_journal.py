@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from sparrowrl.delta import files
-from sparrowrl.delta.chain import ArtifactRef, find_path
 from sparrowrl.delta.journal import Journal
 from sparrowrl.delta.layout import Layout, TensorSpec, state_id
 from sparrowrl.delta.manifest import Manifest, SegmentRef, TensorChange
@@ -458,19 +457,3 @@ def test_a_folder_without_permission_is_an_error_with_advice(tmp_path):
     (tmp_path / "runs").write_text("not a folder")
     with pytest.raises(JournalError), Journal(tmp_path, "run").write_lock():
         pass
-
-
-# Ways
-
-
-def test_the_shortest_way_is_taken():
-    def ref(base: int, target: int) -> ArtifactRef:
-        return ArtifactRef(target, f"{base}.fast", "delta", base, "fast")
-
-    singles = [ref(k, k + 1) for k in range(6)]
-    assert find_path(singles, 3, {1}) == singles[1:3]
-    assert find_path([*singles, ref(1, 4)], 6, {1}) == [ref(1, 4), *singles[4:]]
-    assert find_path(singles, 4, {4}) == []
-    assert find_path(singles, 4, {5}) is None
-    assert find_path([s for s in singles if s.target != 2], 4, {1}) is None
-    assert find_path([ref(2, 3), ref(2, 4)], 4, {0}) is None

@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparrowrl.delta.chain import ArtifactRef, find_path, roots
@@ -38,6 +38,7 @@ def test_versions_behind_the_newest_anchor_go():
     assert superfluous([], Retention(1)) == []
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_the_newest_version_stays_within_reach(data):
     newest = data.draw(st.integers(1, 12))
