@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,7 +107,7 @@ class Follower:
 
     def before_step(self) -> bool:
         """Run what is due between two steps; returns whether the engine may make a step now."""
-        while self._jobs:
+        while self._jobs and not self._core.batch_queue:
             self._jobs.popleft()()
         if self._draining is not None:
             self._end_drain()
@@ -115,6 +116,10 @@ class Follower:
         if not hasattr(self._core, "input_queue") and self._core.scheduler.has_requests():
             self._wait_for_anchor()
         return self.status.condition == "exact"
+
+    def scheduling(self) -> AbstractContextManager[None]:
+        """The context of a step: while a job waits for batches in flight to be finished, no other batch is begun."""
+        return self._nothing_scheduled() if self._jobs else nullcontext()
 
     def after_step(self, outputs: Any) -> None:
         """Count what the step has generated."""
@@ -290,16 +295,22 @@ class Follower:
 
     def _finish_batches(self) -> None:
         """Take the results of batches that were computed with the old weights, so that they are stamped as such."""
-        if not self._core.batch_queue:
-            return
+        if self._core.batch_queue:
+            with self._nothing_scheduled():
+                while self._core.batch_queue:
+                    self._core._process_engine_step()
+
+    @contextmanager
+    def _nothing_scheduled(self) -> Iterator[None]:
         from vllm.v1.core.sched.interface import PauseState
 
         scheduler = self._core.scheduler
         paused = scheduler.pause_state
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        while self._core.batch_queue:
-            self._core._process_engine_step()
-        scheduler.set_pause_state(paused)
+        try:
+            yield
+        finally:
+            scheduler.set_pause_state(paused)
 
     def _answer(self, request: Request) -> None:
         try:

@@ -65,7 +65,8 @@ def _step(original: Any, core: Any) -> Any:
         return original(core)
     if not follower.before_step():
         return {}, False
-    outputs, executed = original(core)
+    with follower.scheduling():
+        outputs, executed = original(core)
     follower.after_step(outputs)
     return outputs, executed
 

@@ -1,0 +1,456 @@
+"""Engines that follow a real hub by themselves, through a real agent: `--weight-transfer-config '{"backend": "sparrow"}'`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import PROMPTS, Tensors, Trainer, core_of, generate, save_checkpoint, worker_of
+from helpers import assert_bits_equal, wait_for
+from safetensors.torch import load_file
+
+from sparrowrl.errors import DeadlineExceeded, EngineUnsupported, UnknownState
+from sparrowrl.vllm_worker_ext.follower import Follower
+from sparrowrl.vllm_worker_ext.versions import check_supported, facts
+
+pytestmark = pytest.mark.vllm
+Start = Callable[..., Any]
+Checkpoint = Callable[[str], tuple[Path, Tensors]]
+BACKEND = {"backend": "sparrow"}
+ENGINE_ID = "tested"
+
+
+class Site:
+    """A trainer with a hub over its journal, and an engine in this process that follows it."""
+
+    def __init__(self, folder: Path, weights: Tensors, root: Path, start: Start, anchor_every: int = 0) -> None:
+        self.folder, self.root, self._start = folder, root, start
+        self.trainer = Trainer.begin(root / "trainer", weights, anchor_every)
+        command = [sys.executable, "-m", "sparrowrl.cli.main", "hub", "--port", "0"]
+        command += ["--journal", str(root / "trainer/journal"), "--credentials", str(root / "trainer/token.json")]
+        self.hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.hub.stdout is not None
+        self.url = self.hub.stdout.readline().strip()
+
+    def engine(self, folder: Path | None = None, **arguments: Any) -> Any:
+        self.llm = self._start(folder or self.folder, weight_transfer_config=BACKEND, **arguments)
+        return self.llm
+
+    def fresh(self, weights: Tensors, name: str = "fresh", **arguments: Any) -> Any:
+        return self._start(save_checkpoint(self.folder, self.root / name, weights), **arguments)
+
+    @property
+    def follower(self) -> Follower:
+        follower = core_of(self.llm).sparrow
+        assert isinstance(follower, Follower)
+        return follower
+
+    def reach(self, version: int) -> None:
+        """Let an idle engine in this process take its steps until it has the version."""
+
+        def there() -> bool:
+            core_of(self.llm).step_fn()
+            return self.follower.status.version == version
+
+        wait_for(there, 60, f"version {version}")
+
+    def ready(self) -> None:
+        """Wait until an activation is due, without letting the engine step."""
+        wait_for(lambda: bool(self.follower._jobs), 60, "an activation to be due")
+
+    def ask(self, kind: str) -> Any:
+        """Ask for an audit or export as the trainer's side does, and let the engine answer."""
+        request = urllib.request.Request(
+            f"{self.url}/runs/test/engines/{ENGINE_ID}/requests",
+            json.dumps({"kind": kind}).encode(),
+            {"Authorization": f"Bearer {self.trainer.credentials.writer}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            number = json.load(answer)["id"]
+
+        def answered() -> bool:
+            core_of(self.llm).step_fn()
+            return any(answer.id == number for answer in self.follower.status.answers)
+
+        wait_for(answered, 60, f"an answer to {kind}")
+        return next(answer for answer in self.follower.status.answers if answer.id == number)
+
+
+@pytest.fixture
+def site(
+    engine: Start, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def start(kind: str = "qwen3-tied", anchor_every: int = 0, **environment: str) -> Site:
+        made.append(Site(*checkpoint(kind), tmp_path, engine, anchor_every))
+        known = {
+            "SPARROWRL_HUB": made[-1].url,
+            "SPARROWRL_TOKEN_FILE": str(tmp_path / "trainer/token.json"),
+            "SPARROWRL_ENGINE_ID": ENGINE_ID,
+            "SPARROWRL_START_TIMEOUT": "60",
+        }
+        for name, value in {**known, **environment}.items():
+            monkeypatch.setenv(name, value)
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.hub.terminate()
+        one.hub.wait(20)
+
+
+def node_directories() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"sparrowrl-{ENGINE_ID}-{os.getpid()}")]
+
+
+class Runner:
+    """Requests that are added and stepped by hand, with what has come out of each."""
+
+    def __init__(self, llm: Any) -> None:
+        self.engine, self.outputs, self._ids = llm.llm_engine, {}, itertools.count()
+
+    def add(self, prompt: list[int], tokens: int) -> str:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+        name = str(next(self._ids))
+        self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+        return name
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for output in self.engine.step():
+                self.outputs[output.request_id.split("-")[0]] = output
+
+    def finish(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.step()
+
+    def result(self, name: str) -> tuple[list[int], list[float]]:
+        one = self.outputs[name].outputs[0]
+        ids = list(one.token_ids)
+        return ids, [lp[t].logprob for t, lp in zip(ids, one.logprobs, strict=True)]
+
+
+def test_follows_answers_and_leaves_nothing_behind(site: Callable[..., Site], tmp_path: Path) -> None:
+    (tmp_path / "exports").mkdir()
+    s = site(SPARROWRL_EXPORT_DIR=str(tmp_path / "exports"))
+    llm = s.engine()
+    status = s.follower.status
+    assert (status.version, status.condition, status.audited, status.audit_ok) == (0, "exact", 0, True)
+    before = generate(llm, PROMPTS)
+    for version in (1, 2, 3):
+        weights = s.trainer.step()
+        s.reach(version)
+    assert core_of(llm).get_weight_version() == "3"
+    after = generate(llm, PROMPTS)
+    assert after == generate(s.fresh(weights), PROMPTS) and after != before
+    status = s.follower.status
+    assert [(a.base, a.version, a.kind, a.fingerprint_ok, a.aborted) for a in status.activations] == [
+        (v - 1, v, "delta", True, 0) for v in (1, 2, 3)
+    ]
+    assert all(a.changed > 0 and a.payload_bytes > 0 and a.stage_ms > 0 and a.pause_ms > 0 for a in status.activations)
+    audit = s.ask("audit")
+    assert audit.ok and s.follower.status.audited == 3 and s.follower.status.audit_ok
+    assert s.ask("export").ok
+    exported = load_file(tmp_path / "exports" / f"{ENGINE_ID}-v3.safetensors")
+    assert sorted(exported) == sorted(weights)
+    for name, tensor in weights.items():
+        assert_bits_equal(exported[name], tensor)
+    llm.llm_engine.engine_core.shutdown()
+    assert not node_directories()
+
+
+def test_a_late_engine_has_the_newest_version_before_it_serves(site: Callable[..., Site]) -> None:
+    s = site("llama")
+    for _ in range(5):
+        weights = s.trainer.step()
+    llm = s.engine()
+    assert s.follower.status.version == 5 and core_of(llm).get_weight_version() == "5"
+    assert [(a.base, a.version) for a in s.follower.status.activations] == [(0, 5)]
+    assert generate(llm, PROMPTS) == generate(s.fresh(weights), PROMPTS)
+
+
+def test_an_engine_with_other_weights_starts_from_an_anchor(site: Callable[..., Site]) -> None:
+    s = site("qwen3", anchor_every=2)
+    start = {name: t.clone() for name, t in s.trainer.weights.items()}
+    other = {name: t + 1 if name.endswith("norm.weight") else t for name, t in start.items()}
+    for _ in range(3):
+        weights = s.trainer.step()
+    llm = s.engine(save_checkpoint(s.folder, s.root / "other", other))
+    assert [(a.base, a.version, a.kind) for a in s.follower.status.activations] == [(None, 2, "anchor"), (2, 3, "delta")]
+    assert generate(llm, PROMPTS) == generate(s.fresh(weights), PROMPTS)
+
+
+def test_other_weights_and_no_anchor_is_a_clear_error(site: Callable[..., Site]) -> None:
+    s = site("qwen3", SPARROWRL_START_TIMEOUT="4")
+    other = {name: t + 1 if name.endswith("norm.weight") else t for name, t in s.trainer.weights.items()}
+    with pytest.raises(DeadlineExceeded, match="FingerprintMismatch: live weights of .*layernorm"):
+        s.engine(save_checkpoint(s.folder, s.root / "other", other))
+    assert not node_directories()
+
+
+def test_no_hub_is_a_clear_error(site: Callable[..., Site]) -> None:
+    s = site(SPARROWRL_HUB="http://127.0.0.1:9", SPARROWRL_START_TIMEOUT="4")
+    with pytest.raises(DeadlineExceeded, match="SPARROWRL_START_TIMEOUT.*http://127.0.0.1:9"):
+        s.engine()
+    assert not node_directories()
+
+
+def test_new_requests_never_meet_blocks_of_older_weights(site: Callable[..., Site]) -> None:
+    s = site()
+    llm = s.engine(enable_prefix_caching=True, block_size=32)
+    long = [2 + (5 * j * j) % 400 for j in range(100)]
+    run = Runner(llm)
+    run.add(long, 4)
+    run.finish()
+    across = run.add(long, 60)
+    run.step(5)
+    assert run.outputs[across].num_cached_tokens == 96  # the cache works under one version
+    weights = s.trainer.step()
+    s.ready()
+    waiting = run.add(long, 12)  # hashed under the old root, starts under the new weights
+    late = None
+    while run.engine.has_unfinished_requests():
+        run.step()
+        if late is None and s.follower.status.version == 1:
+            late = run.add(long, 12)
+    assert late is not None and run.outputs[across].finished
+    fresh = Runner(s.fresh(weights, enable_prefix_caching=True, block_size=32))
+    expected = [fresh.add(long, 12), fresh.add(long, 12)]
+    fresh.step(1)
+    fresh.finish()
+    for mine, theirs in zip((waiting, late), expected, strict=True):
+        assert run.result(mine)[0] == fresh.result(theirs)[0]
+    assert run.outputs[waiting].num_cached_tokens == 0
+    # With nothing else running, the very numbers of a fresh engine, first computed, then from the cache.
+    for cached in (0, 96):
+        again, first = Runner(llm), Runner(s.fresh(weights, f"fresh{cached}", enable_prefix_caching=True, block_size=32))
+        if not cached:
+            core_of(llm).reset_prefix_cache()
+        else:
+            warm = first.add(long, 12)
+            first.finish()
+            assert first.outputs[warm].finished
+        a, b = again.add(long, 12), first.add(long, 12)
+        again.finish()
+        first.finish()
+        assert again.outputs[a].num_cached_tokens == first.outputs[b].num_cached_tokens == cached
+        assert again.result(a) == first.result(b)
+
+
+def test_a_request_across_the_change_leaves_nothing_that_a_later_one_finds(site: Callable[..., Site]) -> None:
+    """Weights go to B and back to A: blocks that a request made across the change must not be taken for A's."""
+    s = site()
+    llm = s.engine(enable_prefix_caching=True, block_size=32)
+    prompt = [2 + (3 * j * j) % 400 for j in range(40)]
+    run = Runner(llm)
+    across = run.add(prompt, 80)
+    run.step(3)
+    start = {name: t.clone() for name, t in s.trainer.weights.items()}
+    s.trainer.step(0.3)
+    s.ready()
+    run.step(30)
+    assert s.follower.status.version == 1
+    for name, tensor in s.trainer.weights.items():
+        tensor.copy_(start[name])
+    s.trainer.publisher.publish(s.trainer.weights.items())
+    s.ready()
+    run.finish()
+    assert s.follower.status.version == 2
+    tokens, _ = run.result(across)
+    again = prompt + tokens[:60]
+    name = run.add(again, 8)
+    run.finish()
+    assert run.outputs[name].num_cached_tokens == 0
+    fresh = Runner(s.fresh(start, enable_prefix_caching=True, block_size=32))
+    expected = fresh.add(again, 8)
+    fresh.finish()
+    assert run.result(name) == fresh.result(expected)
+
+
+def test_preempted_requests_begin_anew_under_the_current_root(site: Callable[..., Site]) -> None:
+    s = site()
+    llm = s.engine(enable_prefix_caching=True, block_size=32)
+    run = Runner(llm)
+    name = run.add([5] * 40, 30)
+    run.step(4)
+    s.trainer.step()
+    s.ready()
+    run.step(1)
+    assert s.follower.status.version == 1
+    request = next(iter(core_of(llm).scheduler.requests.values()))
+    assert not request.cache_salt.startswith(s.follower.prefixes.root)
+    assert core_of(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.cache_salt.startswith(s.follower.prefixes.root) and len(request.block_hashes) == 1
+    run.finish()
+    assert len(run.result(name)[0]) == 30
+
+
+def spans(output: Any) -> list[tuple[str, int, int]]:
+    """Which weight version made which of the request's output tokens."""
+    return [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions]
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["step", "batch queue"])
+def test_requests_in_flight_go_on_and_say_which_version_made_what(site: Callable[..., Site], queued: bool) -> None:
+    s = site("qwen3")
+    llm = s.engine()
+    core = core_of(llm)
+    if queued:  # as async scheduling or pipelining would have it: results are taken a step after they are computed
+        core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
+        core.step_fn = core.step_with_batch_queue
+    run = Runner(llm)
+    names = [run.add(prompt, 40) for prompt in PROMPTS]
+    run.step(12)
+    s.trainer.step(0.3)
+    s.ready()
+    if queued:
+        while not core.batch_queue:
+            run.step()
+    # What is in the queue has been computed with the old weights, and its token is still to come.
+    made = {name: len(run.outputs[name].outputs[0].token_ids) + int(queued) for name in names}
+    run.step()
+    assert s.follower.status.version == 1
+    run.finish()
+    (activation,) = s.follower.status.activations
+    assert activation.requests_in_flight == 3 and activation.aborted == 0
+    old = Runner(s.fresh(load_file(s.folder / "model.safetensors"), "old"))
+    theirs = [old.add(prompt, 40) for prompt in PROMPTS]
+    old.finish()
+    for name, other in zip(names, theirs, strict=True):
+        output = run.outputs[name]
+        assert output.outputs[0].finish_reason == "length" and len(output.outputs[0].token_ids) == 40
+        pairs = zip(run.result(name)[1], old.result(other)[1], strict=True)
+        assert next(k for k, (mine, expected) in enumerate(pairs) if mine != expected) == made[name]
+        if facts().stamps_requests:
+            assert spans(output) == [("0", 0, made[name]), ("1", made[name], 40)]
+
+
+def test_drain_lets_running_requests_finish_first(site: Callable[..., Site]) -> None:
+    s = site("qwen3", SPARROWRL_IN_FLIGHT="drain")
+    llm = s.engine()
+    run = Runner(llm)
+    name = run.add(PROMPTS[0], 30)
+    run.step(5)
+    s.trainer.step()
+    s.ready()
+    waiting = run.add(PROMPTS[1], 10)
+    run.step(3)
+    assert s.follower.status.version == 0 and not run.outputs[name].finished
+    run.finish()
+    assert s.follower.status.version == 1 and s.follower.status.activations[0].requests_in_flight == 0
+    assert run.outputs[waiting].finished
+    if facts().stamps_requests:
+        assert spans(run.outputs[name]) == [("0", 0, 30)] and spans(run.outputs[waiting]) == [("1", 0, 10)]
+
+
+def test_an_unknown_engine_serves_nothing_until_an_anchor(site: Callable[..., Site]) -> None:
+    s = site("qwen3", anchor_every=2, SPARROWRL_START_TIMEOUT="10")
+    llm = s.engine()
+    worker_of(llm).get_model().model.norm.weight.data.view(torch.int16)[3] ^= 4
+    answer = s.ask("audit")
+    assert not answer.ok and "model.norm.weight" in answer.detail
+    assert s.follower.status.condition == "unknown" and s.follower.status.audit_ok is False
+    run = Runner(llm)
+    name = run.add(PROMPTS[0], 6)
+    with pytest.raises(UnknownState, match="no anchor"):
+        run.step()
+    assert name not in run.outputs
+    s.trainer.step()
+    weights = s.trainer.step()
+    run.finish()
+    assert s.follower.status.condition == "exact" and s.follower.status.version == 2
+    assert [a.kind for a in s.follower.status.activations] == ["anchor"]
+    fresh = Runner(s.fresh(weights))
+    other = fresh.add(PROMPTS[0], 6)
+    fresh.finish()
+    assert run.result(name) == fresh.result(other)
+
+
+def test_a_dead_agent_is_replaced(site: Callable[..., Site]) -> None:
+    s = site()
+    s.engine()
+    agent = s.follower._agent._process
+    os.kill(agent.pid, signal.SIGKILL)
+    s.trainer.step()
+    s.reach(1)
+    assert s.follower._agent._process.pid != agent.pid
+
+
+def test_audits_come_every_n_versions(site: Callable[..., Site]) -> None:
+    s = site(SPARROWRL_AUDIT_EVERY="2")
+    s.engine()
+    for version in (1, 2, 3):
+        s.trainer.step()
+        s.reach(version)
+    assert s.follower.status.audited == 2 and s.follower.status.audit_ok
+
+
+def test_vllms_own_updates_are_refused(site: Callable[..., Site]) -> None:
+    s = site()
+    llm = s.engine()
+    with pytest.raises(EngineUnsupported, match="follows a SparrowRL hub"):
+        worker_of(llm).start_weight_update()
+    assert core_of(llm).sparrow.status.condition == "exact"
+
+
+def supported_config() -> SimpleNamespace:
+    parallel = SimpleNamespace(
+        data_parallel_size=1, data_parallel_index=0, pipeline_parallel_size=1, tensor_parallel_size=1, world_size=1
+    )
+    parallel.enable_eplb = False
+    model = SimpleNamespace(enable_sleep_mode=False, quantization=None, is_multimodal_model=False)
+    rest = {"lora_config": None, "speculative_config": None, "kv_transfer_config": None}
+    return SimpleNamespace(parallel_config=parallel, model_config=model, **rest)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "words"),
+    [
+        ("parallel_config", "data_parallel_size", 2, "data parallel size 2"),
+        ("parallel_config", "data_parallel_index", 1, "data parallel"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallel size 2"),
+        ("parallel_config", "enable_eplb", True, "expert load balancing"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
+        ("model_config", "quantization", "fp8", "quantization fp8"),
+        (None, "lora_config", object(), "LoRA"),
+        (None, "kv_transfer_config", object(), "KV connector"),
+        (None, "speculative_config", SimpleNamespace(method="eagle"), "draft model"),
+    ],
+)
+def test_features_that_were_not_tested_are_refused(part: str | None, name: str, value: object, words: str) -> None:
+    config = supported_config()
+    check_supported(config)
+    setattr(config if part is None else getattr(config, part), name, value)
+    with pytest.raises(EngineUnsupported, match=words):
+        check_supported(config)
+
+
+def test_an_engine_with_lora_does_not_start(site: Callable[..., Site]) -> None:
+    s = site()
+    with pytest.raises(EngineUnsupported, match="LoRA"):
+        s.engine(enable_lora=True)
+
+
+def test_an_untested_vllm_is_refused_unless_insisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "9.9.9+cpu")
+    with pytest.raises(EngineUnsupported, match=r"vLLM 9\.9\.9.*SPARROWRL_UNTESTED_VLLM"):
+        facts(untested_ok=False)
+    assert facts(untested_ok=True) == facts(untested_ok=True)
