@@ -28,7 +28,7 @@ class Retention:
 
 
 def superfluous(artifacts: Sequence[ArtifactRef], retention: Retention) -> list[ArtifactRef]:
-    """The artifacts that `retention` does not keep, in the order given; none if the newest version has no root at all."""
+    """The artifacts that `retention` does not keep, in the order given; none if the newest version has no root."""
     if not artifacts:
         return []
     newest = max(artifact.target for artifact in artifacts)
