@@ -79,14 +79,12 @@ class Journal:
 
     def draft_segments(self, target: int, name: str) -> list[SegmentRef]:
         """What a draft has so far, oldest first. Raises VersionNotFound if there is no such folder (any more)."""
-        folder = self._inside(artifact_key(self.run, target, name))
+        key = artifact_key(self.run, target, name)
+        folder = self._inside(key)
         with self._reading(folder):
-            entries = [(e.stat().st_mtime_ns, e.name, e.stat().st_size) for e in os.scandir(folder)]
-        return [
-            SegmentRef(bytes.fromhex(file_name.removesuffix(".seg")), size)
-            for _, file_name, size in sorted(entries)
-            if is_key(f"{artifact_key(self.run, target, name)}/{file_name}") and file_name.endswith(".seg")
-        ]
+            segments = [e for e in os.scandir(folder) if e.name.endswith(".seg") and is_key(f"{key}/{e.name}")]
+            found = sorted((e.stat().st_mtime_ns, e.name, e.stat().st_size) for e in segments)
+        return [SegmentRef(bytes.fromhex(name.removesuffix(".seg")), size) for _, name, size in found]
 
     def versions(self) -> list[int]:
         """The versions that have an artifact, ascending."""

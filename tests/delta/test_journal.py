@@ -114,6 +114,8 @@ def test_a_draft_is_no_version(journal):
     assert journal.newest() == 0 and journal.versions() == [0]
     assert [(d.target, d.name) for d in journal.drafts()] == [(1, "0.fast")]
     assert set(journal.draft_segments(1, "0.fast")) == set(refs)
+    (journal.root / "runs/run/v/1/0.fast/ab.seg.tmp").symlink_to("gone")  # as a file renamed while it is listed
+    assert set(journal.draft_segments(1, "0.fast")) == set(refs)
     draft.drop()
     assert journal.drafts() == [] and draft.segments == []
     with pytest.raises(VersionNotFound):
