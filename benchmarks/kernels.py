@@ -4,7 +4,8 @@
 
 The weights are bf16, of which 0.16 % or 1.2 % changed, nearly all by one ULP. Before anything is timed its result is
 checked against the reference. Rows are appended: one thread, median and 20th and 80th percentile of the repeats in
-milliseconds (on a CPU: of processor time), and the time of the copy (median, timed in turn with the kernel) over the kernel's.
+milliseconds (on a CPU: of processor time), the median time of a copy, made after each repeat, and this time over the
+kernel's.
 """
 
 from __future__ import annotations
