@@ -10,7 +10,7 @@ from sparrowrl.config import Credentials
 from sparrowrl.delta.journal import Draft, Journal
 from sparrowrl.delta.manifest import Manifest
 from sparrowrl.delta.materialize import materialize
-from sparrowrl.delta.publisher import Publisher
+from sparrowrl.delta.publisher import Publisher, _sum_of_parts
 from sparrowrl.delta.sink import JournalSink
 from sparrowrl.errors import ConfigError, JournalError, JournalLocked, LayoutError
 
@@ -287,6 +287,26 @@ def test_a_commit_that_nobody_can_tell_about_is_settled_next_time(trainer, monke
     trainer.run(1)
     for version in range(1, trainer.publisher.version + 1):
         assert_same(materialize(trainer.journal, version, trainer.history[0]), trainer.history[version])
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([((0, 6, 6, 1), True, 5), ((0, 6, 6, 1), True, 5)], "shards that make up"),  # both publish the same half
+        ([((0, 6, 6, 1), True, 5), ((5, 6, 6, 1), True, 5)], "shards that make up"),
+        ([((0, 6, 6, 1), True, 5), ((0, 0, 0, 1), True, 0)], "shards that make up"),
+        ([((0, 12, 12, 1), True, 5), ((0, 12, 12, 1), False, 6)], "rank 1 holds other bits"),
+        ([((0, 12, 12, 1), True, 5), ((0, 6, 6, 1), False, 5)], "rank 1 holds other bits"),
+    ],
+)
+def test_parts_of_ranks_that_do_not_make_up_a_tensor_are_refused(parts, words):
+    with pytest.raises(LayoutError, match=words):
+        _sum_of_parts("w", 12, parts)
+
+
+def test_parts_of_ranks_add_up():
+    parts = [((0, 6, 6, 1), True, 2**64 - 1), ((6, 6, 6, 1), True, 3), ((6, 6, 6, 1), False, 3), ((0, 0, 0, 1), False, 0)]
+    assert _sum_of_parts("w", 12, parts) == 2
 
 
 # Resuming
