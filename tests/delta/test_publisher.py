@@ -305,7 +305,12 @@ def test_parts_of_ranks_that_do_not_make_up_a_tensor_are_refused(parts, words):
 
 
 def test_parts_of_ranks_add_up():
-    parts = [((0, 6, 6, 1), True, 2**64 - 1), ((6, 6, 6, 1), True, 3), ((6, 6, 6, 1), False, 3), ((0, 0, 0, 1), False, 0)]
+    parts = [
+        ((0, 6, 6, 1), True, 2**64 - 1),
+        ((6, 6, 6, 1), True, 3),
+        ((6, 6, 6, 1), False, 3),
+        ((0, 0, 0, 1), False, 0),
+    ]
     assert _sum_of_parts("w", 12, parts) == 2
 
 
