@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparrowrl.config import Credentials as Credentials
     from sparrowrl.delta.publisher import Publisher as Publisher
+    from sparrowrl.delta.ranks import TorchRanks as TorchRanks
+    from sparrowrl.delta.retention import Retention as Retention
     from sparrowrl.delta.sink import JournalSink as JournalSink
     from sparrowrl.transport.client import HubSink as HubSink
 
@@ -19,10 +21,12 @@ _HOME = {
     "Credentials": "sparrowrl.config",
     "Publisher": "sparrowrl.delta.publisher",
     "JournalSink": "sparrowrl.delta.sink",
+    "Retention": "sparrowrl.delta.retention",
+    "TorchRanks": "sparrowrl.delta.ranks",
     "HubSink": "sparrowrl.transport.client",
 }
 
-__all__ = ["Credentials", "HubSink", "JournalSink", "Publisher"]
+__all__ = ["Credentials", "HubSink", "JournalSink", "Publisher", "Retention", "TorchRanks"]
 
 
 def __getattr__(name: str) -> Any:

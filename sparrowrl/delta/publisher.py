@@ -96,7 +96,7 @@ class Publisher:
 
         `wire_dtype` is what floating-point weights are cast to, as the engine's loader does (None: each keeps its
         dtype; 1-byte floats always do). `anchor_every` = n also writes every n-th version whole, for engines that come
-        late (0: never). `ranks` is `TorchRanks()` if several processes publish together.
+        late (0: never). `ranks` is `sparrowrl.TorchRanks()` if several processes publish together.
 
         Raises LayoutError for tensors that cannot be published, JournalLocked if another trainer writes this run,
         TransportError from a hub.

@@ -131,3 +131,9 @@ class JournalSink:
         """Release the writer lock."""
         self._token = None
         self._lock.close()
+
+    def __enter__(self) -> JournalSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

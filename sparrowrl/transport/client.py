@@ -130,6 +130,12 @@ class HubSink:
         finally:
             self._stop()
 
+    def __enter__(self) -> HubSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the background loop and wait for its end."""
         return self.submit(coroutine).result()

@@ -12,6 +12,7 @@ from sparrowrl.errors import JournalError, JournalLocked
 
 def test_public_names():
     assert sparrowrl.JournalSink is JournalSink
+    assert all(getattr(sparrowrl, name).__name__ == name for name in sparrowrl.__all__)
 
 
 def test_an_empty_run_has_no_head(tmp_path, credentials):
@@ -52,6 +53,12 @@ def test_a_sink_that_is_forgotten_frees_the_lock(tmp_path, credentials):
     other = JournalSink(tmp_path, credentials)
     other.lead()
     other.close()
+
+
+def test_a_sink_closes_at_the_end_of_its_block(tmp_path, credentials):
+    for _ in range(2):
+        with JournalSink(tmp_path, credentials) as sink:
+            sink.lead()
 
 
 def test_retention_is_applied_at_each_commit(tmp_path, credentials, trainer):
