@@ -306,6 +306,11 @@ def spans(output: Any) -> list[tuple[str, int, int]]:
     return [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions]
 
 
+def in_queue(core: Any) -> list[str]:
+    """The requests, as often as they are in it, of the batches that were computed but whose tokens were not taken yet."""
+    return [name.split("-")[0] for _, scheduled, _ in core.batch_queue or () for name in scheduled.num_scheduled_tokens]
+
+
 @pytest.mark.parametrize("queued", [False, True], ids=["step", "batch queue"])
 def test_requests_in_flight_go_on_and_say_which_version_made_what(site: Callable[..., Site], queued: bool) -> None:
     s = site("qwen3")
@@ -317,14 +322,13 @@ def test_requests_in_flight_go_on_and_say_which_version_made_what(site: Callable
     run = Runner(llm)
     names = [run.add(prompt, 40) for prompt in PROMPTS]
     run.step(12)
+    while queued and not in_queue(core):
+        run.step()
     s.trainer.step(0.3)
     s.ready()
-    if queued:
-        while not core.batch_queue:
-            run.step()
     # What is in the queue has been computed with the old weights, and its token is still to come.
-    made = {name: len(run.outputs[name].outputs[0].token_ids) + int(queued) for name in names}
-    run.step()
+    made = {name: len(run.outputs[name].outputs[0].token_ids) + in_queue(core).count(name) for name in names}
+    run.step(1 + int(queued))
     assert s.follower.status.version == 1
     run.finish()
     (activation,) = s.follower.status.activations
@@ -339,6 +343,25 @@ def test_requests_in_flight_go_on_and_say_which_version_made_what(site: Callable
         assert next(k for k, (mine, expected) in enumerate(pairs) if mine != expected) == made[name]
         if facts().stamps_requests:
             assert spans(output) == [("0", 0, made[name]), ("1", made[name], 40)]
+
+
+def test_a_core_with_a_loop_takes_the_results_of_batches_in_flight_first(site: Callable[..., Site]) -> None:
+    s = site("qwen3")
+    core = core_of(s.engine())
+    core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
+    core.step_fn = core.step_with_batch_queue
+    run = Runner(s.llm)
+    run.add(PROMPTS[0], 20)
+    while not in_queue(core):
+        run.step()
+    taken: list[Any] = []
+    core._process_engine_step = lambda: taken.append(core.step_fn()[0])  # as EngineCoreProc, but for its output queue
+    s.follower._finish_batches()
+    assert not core.batch_queue and core.scheduler.pause_state.name == "UNPAUSED"
+    outputs = [output for some in taken if some for output in some.values()]
+    assert sum(len(one.new_token_ids) for output in outputs for one in output.outputs) == 1
+    if facts().stamps_requests:
+        assert [output.weight_version for output in outputs if output.outputs] == ["0"]
 
 
 def test_drain_lets_running_requests_finish_first(site: Callable[..., Site]) -> None:
