@@ -99,7 +99,6 @@ class Agent:
         self._fetch: Fetch | None = None
         self._task: asyncio.Task[None] | None = None
         self._complete = False
-        self._began = 0.0
         self._bytes_before = 0
         self._distrusted: tuple[int, str | None] | None = None
         self._next_try = 0.0
@@ -213,10 +212,10 @@ class Agent:
                 await self._mirror(hub, self._feed)
                 await self._step(hub, self._feed)
                 self._show_request()
-            except SparrowError as error:
+                self._announcer.flush()
+            except (SparrowError, OSError) as error:
                 self._work_error = self._noted(self._work_error, error)
                 self._try_again()
-            self._announcer.flush()
             await self._collect()
 
     async def _mirror(self, hub: HubClient, feed: Feed) -> None:
@@ -253,7 +252,6 @@ class Agent:
             self._node, hub, self._credentials, choice,
             base_state=view.state, connections=self._connections, announce=self._announcer.show,
         )  # fmt: skip
-        self._began = time.monotonic()
         self._task = asyncio.create_task(self._fetch.run())
         self._task.add_done_callback(lambda task: self._wake.set())
 
@@ -271,7 +269,7 @@ class Agent:
         error = task.exception()
         if error is None:
             self._complete = True
-            self._status = replace(self._status, fetch_ms=(time.monotonic() - self._began) * 1e3)
+            self._status = replace(self._status, fetch_ms=self._fetch.fetch_ms if self._fetch is not None else 0.0)
             self._work_error, self._pause = None, _FIRST_PAUSE
             return
         if isinstance(error, WrongBase):
@@ -312,7 +310,9 @@ class Agent:
 
     # What to say about it
 
-    def _noted(self, before: ErrorInfo | None, error: SparrowError) -> ErrorInfo:
+    def _noted(self, before: ErrorInfo | None, error: SparrowError | OSError) -> ErrorInfo:
+        if isinstance(error, OSError):
+            error = ConfigError(f"node directory {self._node.root}: {error}")
         info = ErrorInfo.of(error)
         if info != before:
             log.warning("%s: %s", info.error, info.message)
@@ -331,9 +331,9 @@ class Agent:
                 error=self._feed_error or self._work_error,
             )
             if self._status != written:
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # the directory is gone, or full: the next try is soon
                     self._node.agent.write(self._status)
-                written = self._status
+                    written = self._status
             await asyncio.sleep(_LOOK_SECONDS)
 
 

@@ -83,7 +83,7 @@ class Fetch:
         self._present: set[str] = set()
         self._committed = False
         self._began = time.monotonic()
-        self._fetch_ms = 0.0
+        self.fetch_ms = 0.0
 
     async def run(self) -> None:
         """Have the whole artifact, committed. Raises TransportError, FormatError, VersionNotFound if it is gone,
@@ -162,11 +162,13 @@ class Fetch:
                 self._queue.put_nowait((digest, length))
 
     def _check_present(self) -> None:
-        """Forget files of another length than the manifest's: a draft's length was only the hub's word."""
+        """Have files of another length than the manifest's fetched again."""
         for digest in self._present & self._listed.keys():
             path = self._folder / f"{digest}.seg"
             if path.stat().st_size != self._listed[digest]:
-                raise CorruptData(f"{path.name}: {path.stat().st_size} bytes, its manifest says {self._listed[digest]}")
+                path.unlink()
+                self._present.discard(digest)
+                self._queued.discard(digest)
 
     def _check_room(self) -> None:
         missing = sum(length for digest, length in self._listed.items() if digest not in self._present)
@@ -184,13 +186,13 @@ class Fetch:
         if not (self._folder / "manifest").exists():
             write_atomically(self._folder / "manifest", data)
         self._committed = True
-        self._fetch_ms = 1000 * (time.monotonic() - self._began)
+        self.fetch_ms = 1000 * (time.monotonic() - self._began)
         self._announce(self._next)
 
     def _next(self) -> NextArtifact:
         here = tuple(digest for digest in self._listed if digest in self._present)
         choice = self.choice
-        return NextArtifact(self.key, choice.kind, choice.base, choice.target, here, self._committed, self._fetch_ms)
+        return NextArtifact(self.key, choice.kind, choice.base, choice.target, here, self._committed, self.fetch_ms)
 
 
 _CODEC = {"origin": None, "delta": "fast", "anchor": "dense"}

@@ -119,7 +119,7 @@ class FakeRank(threading.Thread):
         self.say(version, state)
 
     def say(self, version: int | None, state: str | None = None, condition: Any = "exact") -> None:
-        self.version, self.state = version, state
+        self.version, self.state, self.active = version, state, ""
         self.node.rank(0).write(RankStatus(0, os.getpid(), version, state, condition))
         self.node.engine.write(EngineStatus(version, state, condition))
 
@@ -135,7 +135,7 @@ class FakeRank(threading.Thread):
                     self._check(artifact)
                 except FileNotFoundError:  # the rule: read next.json again
                     artifact = None
-                if artifact is not None and artifact.committed and self.activate and artifact not in self.staged:
+                if artifact is not None and artifact.committed and self.activate and artifact.key != self.active:
                     self._activate(artifact)
             time.sleep(0.002)
 
@@ -154,6 +154,7 @@ class FakeRank(threading.Thread):
         self.digests[artifact.key] = list(artifact.segments)
         self.staged.append(artifact)
         self.say(artifact.target, manifest.target_state.hex())
+        self.active = artifact.key
 
     def stop(self) -> None:
         self._halt.set()
