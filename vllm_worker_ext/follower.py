@@ -26,6 +26,7 @@ from sparrowrl.vllm_worker_ext.worker_extension import call_receiver
 
 _POLL_S = 0.005
 _CALL_S = 600.0  # for one call of the workers: an audit or a restore of a large model may take minutes
+_JOIN_S = 10.0
 _KEPT = 64
 _PROGRESS_S = 10.0
 
@@ -98,10 +99,11 @@ class Follower:
     def close(self) -> None:
         """Stop following and remove the node directory. The engine keeps the weights that it has."""
         self._stop.set()
-        if self._watcher.is_alive():
-            self._watcher.join(_CALL_S)
+        self._node.remove()  # first, for vLLM may kill this process at any moment now
         self._agent.close()
-        self._node.remove()
+        if self._watcher.is_alive():
+            self._watcher.join(_JOIN_S)
+        self._node.remove()  # what the others were still writing
 
     # Called by the engine core (hooks.py), on its own thread.
 
@@ -184,6 +186,8 @@ class Follower:
             try:
                 ready, request = self._ready(), self._node.request.read()
             except (SparrowError, OSError) as error:
+                if self._stop.is_set():
+                    return
                 logger.error("node directory %s: %s", self._node.root, error)
                 continue
             if ready is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from sparrowrl.config import Credentials
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_OWNER_SECONDS = 2.0
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -27,7 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Follow until SIGTERM, SIGINT, or the end of standard input, which the engine holds open."""
     from sparrowrl.transport.agent import run_agent
-    from sparrowrl.transport.node import NodeDirectory
+    from sparrowrl.transport.node import NodeDirectory, remove_stale
 
     run_agent(
         NodeDirectory.open(args.node_dir),
@@ -36,4 +39,9 @@ def run(args: argparse.Namespace) -> int:
         args.engine_id,
         connections=args.connections,
     )
+    # vLLM kills its engine core when it stops, and then nobody else removes the directory that the core had locked.
+    deadline = time.monotonic() + _OWNER_SECONDS
+    while args.node_dir.exists() and time.monotonic() < deadline:
+        remove_stale(args.node_dir.parent)
+        time.sleep(0.02)
     return 0
