@@ -41,14 +41,17 @@ class Credentials:
             raw = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"credentials file {path}: {error}; make one with `sparrowrl init`") from error
-        try:
-            run_key = bytes.fromhex(raw["run_key"])
-            made = cls(str(raw["run"]), run_key, str(raw["reader"]), raw.get("writer"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"credentials file {path}: expected run, run_key (hex), reader, got {error!r}") from error
-        if len(run_key) != 32 or not RUN_NAME.fullmatch(made.run) or not made.reader:
-            raise ConfigError(f"credentials file {path}: expected a 32-byte run_key, a run name and a reader token")
-        return made
+        if not isinstance(raw, dict):
+            raise ConfigError(f"credentials file {path}: expected a JSON object, got {type(raw).__name__}")
+        run, run_key, reader, writer = (raw.get(name) for name in ("run", "run_key", "reader", "writer"))
+        if not isinstance(run, str) or not RUN_NAME.fullmatch(run):
+            raise ConfigError(f"credentials file {path}: run: expected {RUN_NAME.pattern}, got {run!r}")
+        if not isinstance(run_key, str) or not re.fullmatch("[0-9a-f]{64}", run_key):
+            raise ConfigError(f"credentials file {path}: run_key: expected 64 hex digits")
+        for name, token in (("reader", reader), ("writer", "-" if writer is None else writer)):
+            if not isinstance(token, str) or not re.fullmatch("[!-~]+", token):
+                raise ConfigError(f"credentials file {path}: {name}: expected a token of printable characters")
+        return cls(run, bytes.fromhex(run_key), str(reader), writer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file with mode 0600; it must not exist yet."""
@@ -97,15 +100,15 @@ class EngineConfig:
             engine_id=engine_id,
             in_flight=in_flight,
             audit_every=_whole_number(environment, "SPARROWRL_AUDIT_EVERY", 0),
-            connections=_whole_number(environment, "SPARROWRL_CONNECTIONS", 4),
+            connections=_whole_number(environment, "SPARROWRL_CONNECTIONS", 4, least=1),
             start_timeout=_whole_number(environment, "SPARROWRL_START_TIMEOUT", 300),
             export_dir=Path(export_dir) if export_dir else None,
             insist_on_version=environment.get("SPARROWRL_UNTESTED_VLLM") == "1",
         )
 
 
-def _whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
+def _whole_number(environment: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
     text = environment.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"{name}: expected a whole number, got {text!r}")
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name}: expected a whole number, at least {least}, got {text!r}")
     return int(text)

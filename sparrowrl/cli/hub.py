@@ -19,7 +19,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--journal", type=Path, required=True, help="journal directory; made if it is not there")
     parser.add_argument("--credentials", type=Path, required=True, help="the trainer's file of `sparrowrl init`")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8745, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8590, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--allow-remote", action="store_true", help="listen beyond this machine, in plain HTTP")
     parser.add_argument("--keep-versions", type=int, metavar="N", help="keep deltas of N versions (default: all)")
     parser.add_argument("--keep-anchors", type=int, default=1, metavar="N", help="and N anchors (default: %(default)s)")

@@ -63,8 +63,8 @@ class Hub:
 
     def __init__(self, journal: Journal, credentials: Credentials) -> None:
         """Raises ConfigError if the credentials lack the writer token. Make it inside a running event loop."""
-        if credentials.writer is None:
-            raise ConfigError("the hub needs the trainer's credentials file: this one has no writer token")
+        if not credentials.writer or not credentials.reader:
+            raise ConfigError("the hub needs the trainer's credentials file: this one lacks a token")
         self.journal = journal
         self.board = Board(journal)
         self.desk = Desk(journal)
@@ -312,7 +312,7 @@ async def listening(
     credentials: Credentials,
     *,
     host: str = "127.0.0.1",
-    port: int = 8745,
+    port: int = 8590,
     allow_remote: bool = False,
     retention: Retention | None = None,
 ) -> AsyncIterator[str]:

@@ -351,7 +351,7 @@ async def test_addresses_that_are_refused(
 
 
 async def test_engine_credentials_do_not_make_a_hub(journal_root: Path, credentials: Credentials) -> None:
-    with pytest.raises(ConfigError, match="writer token"):
+    with pytest.raises(ConfigError, match="lacks a token"):
         async with listening(journal_root, credentials.for_engines(), port=0):
             pass
 
