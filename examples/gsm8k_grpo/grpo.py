@@ -99,7 +99,7 @@ def completion_logprobs(model: Any, group: Prompted, dtype: torch.dtype, tempera
 
 
 class Trainer:
-    """The policy in training: float32 masters; `dtype` computes, and `temperature` is what completions are sampled at."""
+    """The policy in training: float32 masters, computed in `dtype`; completions are sampled at `temperature`."""
 
     def __init__(
         self, checkpoint: Path, dtype: torch.dtype, lr: float, temperature: float, device: torch.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,9 @@ from pathlib import Path
 from sparrowrl.errors import ConfigError, TransportError
 
 _GRACE_S = 20.0
-_TAIL_LINES = 12
+_TAIL_LINES = 6
+_CAUSES = 3
+_EXCEPTION = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception|Unsupported|Exceeded|Mismatch|Unauthorized): .+")
 
 
 class Child:
@@ -48,9 +51,12 @@ class Child:
         return self._process.poll() is not None
 
     def tail(self) -> list[str]:
-        """The last lines of the log, with its name."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return [f"{self.log} ends with:", *(f"    {line[:300]}" for line in lines)]
+        """The first exceptions that the log tells of, which tend to be the cause, and its last lines."""
+        text = self.log.read_text(errors="replace")
+        causes = list(dict.fromkeys(_EXCEPTION.findall(text)))[:_CAUSES]
+        shown = [f"{self.log} says:", *causes] if causes else []
+        shown += [f"{self.log} ends with:", *text.splitlines()[-_TAIL_LINES:]]
+        return [line[:300] for line in shown]
 
     async def stop(self) -> None:
         """Ask the process to end, then kill what is left of its group. Doing it twice is fine."""
