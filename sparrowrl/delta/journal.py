@@ -73,6 +73,16 @@ class Journal:
         """All committed artifacts, by target and name."""
         return [artifact for target in sorted(self._targets()) for artifact in self._committed(target)]
 
+    def targets(self) -> list[int]:
+        """The versions that have an artifact or a draft, ascending."""
+        return sorted(self._targets())
+
+    def at(self, target: int) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
+        """The committed artifacts of one version, and its drafts, each by name."""
+        found = self._folder(target)
+        committed = [artifact for artifact in found if self._is_whole(artifact)]
+        return committed, [artifact for artifact in found if artifact not in committed]
+
     def drafts(self) -> list[ArtifactRef]:
         """The artifacts that are being written, or were when their writer died."""
         return [a for target in self._targets() for a in self._folder(target) if not self._is_whole(a)]

@@ -50,10 +50,19 @@ class DraftView:
     stamp: object = None
 
 
-def folder_stamp(path: Path) -> object:
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What the folder of one version held when its stamp was taken."""
+
+    stamp: object
+    committed: list[ArtifactRef]
+    drafts: list[ArtifactRef]
+
+
+def folder_stamp(path: Path | str) -> object:
     """Compares equal as long as the folder surely kept its entries; None if it is not there."""
     try:
-        facts = path.stat()
+        facts = os.stat(path)
     except OSError:
         return None
     now = time.time_ns()
@@ -89,6 +98,7 @@ class Board:
         self._stamp: object = None
         self._pokes = 0
         self._looking = asyncio.Lock()
+        self._listings: dict[int, Listing] = {}
         self._drafts: dict[tuple[int, str], DraftView] = {}
         self._wake = asyncio.Event()
         self._closing = False
@@ -158,15 +168,26 @@ class Board:
         )
 
     def _read(self) -> Facts:
-        journal = self._journal
-        artifacts = journal.artifacts()
-        drafts = tuple(f"{draft.target}/{draft.name}" for draft in journal.drafts())
+        self._list()
+        artifacts = [artifact for listing in self._listings.values() for artifact in listing.committed]
+        drafts = tuple(f"{d.target}/{d.name}" for listing in self._listings.values() for d in listing.drafts)
         if not artifacts:
             return Facts(drafts=drafts)
         newest = max(artifact.target for artifact in artifacts)
-        state = journal.manifest_of(newest).target_state.hex()
+        state = self._journal.manifest_of(newest).target_state.hex()
         anchor = max((artifact.target for artifact in artifacts if artifact.kind == "anchor"), default=None)
         return Facts(newest, state, bases_of(artifacts, newest), anchor, drafts)
+
+    def _list(self) -> None:
+        """List anew the versions whose folder changed, and those with drafts, which are committed one folder deeper."""
+        listings: dict[int, Listing] = {}
+        for target in self._journal.targets():
+            before = self._listings.get(target)
+            stamp = folder_stamp(f"{self._versions}/{target}")
+            if before is None or before.drafts or stamp != before.stamp:
+                before = Listing(stamp, *self._journal.at(target))
+            listings[target] = before
+        self._listings = listings
 
     def draft(self, target: int, name: str) -> DraftView:
         """The segments that a draft (or the artifact it became) has now. Raises VersionNotFound if there is none."""
