@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -29,6 +31,7 @@ from sparrowrl.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from sparrowrl.transport import desk
 from sparrowrl.transport.client import HubSink
 from sparrowrl.transport.remote import Deadlines, HubClient
 
@@ -291,3 +294,48 @@ async def test_redirects_are_not_followed_and_no_token_leaks(credentials: Creden
         with pytest.raises(RemoteRefused, match="302"):
             await client.feed(None, "e", 0.0)
     assert len(seen) == 1
+
+
+_LEAD_AND_HANG = """
+import sys
+from sparrowrl.config import Credentials
+from sparrowrl.transport import desk
+from sparrowrl.transport.client import HubSink
+sink = HubSink(sys.argv[1], Credentials.load(sys.argv[2]))
+sink.lead()
+draft = sink.open(1, "0.fast")
+draft.put(b"half of a version")
+draft.flush()
+print("put", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_place_and_the_draft_of_a_killed_trainer_go_when_its_lease_ends(
+    hub: Any, credentials: Credentials, credentials_file: Path, byte_trainer: Any, journal_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(desk, "LEASE_SECONDS", 5.0)  # the hub's view of it; the trainer renews every 10 s
+    first = HubSink(hub.url, credentials)
+    byte_trainer(first, credentials.run_key)
+    first.close()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LEAD_AND_HANG, hub.url, str(credentials_file)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"put\n"
+        process.kill()
+    hasty = HubSink(hub.url, credentials, lease_patience=0.0)
+    with pytest.raises(JournalLocked):
+        hasty.lead()
+    hasty.close()
+    with HubSink(hub.url, credentials, lease_patience=20.0) as successor:
+        trainer = byte_trainer(successor, credentials.run_key)
+        assert not Journal(journal_root, "run-1").drafts()
+        assert trainer.publish() == 1
+    names = [
+        ref.digest.hex() for ref in Journal(journal_root, "run-1", credentials.run_key).draft_segments(1, "0.fast")
+    ]
+    assert sorted(names) == sorted(trainer.published[1])
