@@ -44,7 +44,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_model(folder: Path, kind: str) -> Tensors:
-    """Write a random bf16 checkpoint that vLLM can load; its vocabulary of 500 is padded to 512. Returns its tensors."""
+    """Write a random bf16 checkpoint that vLLM can load (it pads the vocabulary to 512); returns its tensors."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -163,7 +163,10 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int = 12) -> list[tuple
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling, use_tqdm=False)
     return [
-        (list(o.outputs[0].token_ids), [lp[t].logprob for t, lp in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)])
+        (
+            list(o.outputs[0].token_ids),
+            [lp[t].logprob for t, lp in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)],
+        )
         for o in outputs
     ]
 

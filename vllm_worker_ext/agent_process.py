@@ -31,7 +31,9 @@ class AgentProcess:
             *("--connections", str(config.connections)),
         ]
         self._backoff = 0.0
-        self._start()
+        self._again_at: float | None = None
+        self._started = time.monotonic()
+        self._process = self._start()
 
     def poll(self) -> None:
         """Start another if it died, after a pause that grows with each death. Call this often."""
@@ -39,13 +41,14 @@ class AgentProcess:
             return
         now = time.monotonic()
         if self._again_at is None:
-            lived = now - self._started
-            self._backoff = 0.0 if lived > _STEADY_S else min(max(2 * self._backoff, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
+            steady = now - self._started > _STEADY_S
+            self._backoff = 0.0 if steady else min(max(2 * self._backoff, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
             self._again_at = now + self._backoff
-            code = self._process.returncode
-            logger.error("the agent (pid %d) ended with code %d; next in %.1f s", self._process.pid, code, self._backoff)
+            ended = (self._process.pid, self._process.returncode, self._backoff)
+            logger.error("the agent (pid %d) ended with code %d; the next starts in %.1f s", *ended)
         elif now >= self._again_at:
-            self._start()
+            self._again_at, self._started = None, now
+            self._process = self._start()
 
     def close(self) -> None:
         """Tell it to leave, and kill it if it does not within 5 s."""
@@ -57,7 +60,5 @@ class AgentProcess:
             self._process.kill()
             self._process.wait(_LEAVE_S)
 
-    def _start(self) -> None:
-        self._started = time.monotonic()
-        self._again_at: float | None = None
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE)

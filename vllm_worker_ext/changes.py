@@ -18,9 +18,9 @@ from sparrowrl.vllm_worker_ext.placement import Piece, Placement
 class Change:
     """New values of some weights of one tensor in one live storage.
 
-    `where` are their runtime positions (a slice, or int64[n]) and `indices` their flat checkpoint indices (the first one, if
-    `where` is a slice). Either `steps` intw[n] are added to what is there, or `bits` intw[n] replace it. A change of an
-    `alias` is written by the tensor that owns the memory; here it is only proved.
+    `where` are their runtime positions (a slice, or int64[n]) and `indices` their flat checkpoint indices (the first
+    one, if `where` is a slice). Either `steps` intw[n] are added to what is there, or `bits` intw[n] replace it. A
+    change of an `alias` is written by the tensor that owns the memory; here it is only proved.
     """
 
     tensor: int
@@ -44,7 +44,7 @@ class Change:
         return int((live[self.where] != self.bits).sum())
 
     def write(self, live: Tensor) -> Tensor | None:
-        """Change the live bits intw[N]; returns what `undo` needs besides: the old bits, where new ones replaced them."""
+        """Change the live bits intw[N]; returns what `undo` needs besides: old bits, where new ones replaced them."""
         if self.steps is not None:
             assert isinstance(self.where, Tensor)
             scatter_add_(live, self.where, self.steps)

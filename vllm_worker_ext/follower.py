@@ -54,8 +54,8 @@ class Ready:
 class Follower:
     """Keeps one engine at its trainer's newest version.
 
-    Two threads touch it: the core's own, which runs every job (activation, audit, export), and the watcher, which reads the
-    node directory and submits jobs. Nothing is submitted while a job is waiting or running.
+    Two threads touch it: the core's own, which runs every job (activation, audit, export), and the watcher, which reads
+    the node directory and submits jobs. Nothing is submitted while a job is waiting or running.
     """
 
     def __init__(self, core: Any, config: EngineConfig, node: NodeDirectory) -> None:
@@ -63,6 +63,7 @@ class Follower:
         self.status = EngineStatus()
         self.tokens = 0
         self._core, self._config, self._node = core, config, node
+        self._has_loop = hasattr(core, "input_queue")  # EngineCoreProc; else the caller of an LLM makes the steps
         self._world = core.vllm_config.parallel_config.world_size
         self._calls = itertools.count(1)
         self._jobs: deque[Callable[[], None]] = deque()
@@ -77,8 +78,8 @@ class Follower:
     def start(cls, core: Any) -> Follower:
         """Begin to follow: version 0 proved and the newest version activated before this returns.
 
-        Raises EngineUnsupported, ConfigError, PlacementError, FingerprintMismatch, or DeadlineExceeded if the hub cannot
-        be reached or gives no way to its newest version within SPARROWRL_START_TIMEOUT seconds.
+        Raises EngineUnsupported, ConfigError, PlacementError, or DeadlineExceeded if the hub cannot be reached or gives
+        no way to its newest version within SPARROWRL_START_TIMEOUT seconds.
         """
         config = EngineConfig.from_environment()
         facts(config.insist_on_version)
@@ -113,9 +114,7 @@ class Follower:
             self._jobs.popleft()()
         if self._draining is not None:
             self._end_drain()
-        if self.status.condition == "exact":
-            return True
-        if not hasattr(self._core, "input_queue") and self._core.scheduler.has_requests():
+        if self.status.condition == "unknown" and not self._has_loop and self._core.scheduler.has_requests():
             self._wait_for_anchor()
         return self.status.condition == "exact"
 
@@ -216,7 +215,7 @@ class Follower:
     def _submit(self, job: Callable[[], None]) -> None:
         """Have the core's thread run `job` between two steps."""
         self._busy.set()
-        if hasattr(self._core, "input_queue"):
+        if self._has_loop:
             self._core.input_queue.put_nowait((JOB, job))
         else:
             self._jobs.append(job)
@@ -345,7 +344,9 @@ class Follower:
         deadline = time.monotonic() + self._config.start_timeout
         while self.status.condition != "exact":
             if time.monotonic() > deadline:
-                raise UnknownState(f"no anchor came within {self._config.start_timeout} s; publish one: {self.status.error}")
+                raise UnknownState(
+                    f"no anchor came within {self._config.start_timeout} s; publish one: {self.status.error}"
+                )
             self._stop.wait(_POLL_S)
             while self._jobs:
                 self._jobs.popleft()()
@@ -393,5 +394,3 @@ def _outcome(reply: Reply) -> str:
     error = reply["error"]
     said = reply["detail"] if error is None else f"{error['error']}: {error['message']}"
     return f"rank {reply['rank']}: {said}"
-
-

@@ -1,8 +1,8 @@
 """Where each checkpoint weight lives in an engine's tensors, learned by watching the model's own loader.
 
 `model.load_weights` runs once over tensors of the meta device, which have names, shapes and dtypes but no data, while a
-dispatch mode notes every copy that the loader wants to make: which region of which checkpoint tensor goes where. Nothing is
-written. What is not a plain copy is refused by name.
+dispatch mode notes every copy that the loader wants to make: which region of which checkpoint tensor goes where.
+Nothing is written. What is not a plain copy is refused by name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Model(Protocol):
 class Piece:
     """A region of one checkpoint tensor and its place in one live storage.
 
-    Element (i, j, ...) of a region of `sizes` has the flat checkpoint index `source + i * source_strides[0] + ...` and the
-    runtime position `target + i * target_strides[0] + ...`, both counted in elements. Dimensions go from the greatest source
-    stride to the least, and those that can be are merged, so that a contiguous region has one, of stride 1.
+    Element (i, j, ...) of a region of `sizes` has the flat checkpoint index `source + i * source_strides[0] + ...` and
+    the runtime position `target + i * target_strides[0] + ...`, both counted in elements. Dimensions go from the
+    greatest source stride to the least, and those that can be are merged, so that a contiguous region has one, of
+    stride 1.
     """
 
     sizes: tuple[int, ...]
@@ -61,7 +62,7 @@ class Piece:
         return self.source_strides == self.target_strides == (1,)
 
     def locate(self, indices: Tensor) -> tuple[slice | Tensor, Tensor]:
-        """Of ascending flat checkpoint indices int64[n], which lie in this region, and their runtime positions int64."""
+        """Which of the ascending flat checkpoint indices int64[n] lie in this region, and their runtime positions."""
         if self.contiguous:
             ends = torch.tensor([self.source, self.source + self.elements], device=indices.device)
             first, last = torch.searchsorted(indices, ends).tolist()
@@ -70,11 +71,11 @@ class Piece:
         rest = indices - self.source
         inside = rest >= 0
         positions = torch.full_like(rest, self.target)
-        for size, source_stride, target_stride in zip(self.sizes, self.source_strides, self.target_strides, strict=True):
-            step = rest.div(source_stride, rounding_mode="floor")
+        for size, s, t in zip(self.sizes, self.source_strides, self.target_strides, strict=True):
+            step = rest.div(s, rounding_mode="floor")
             inside &= step < size
-            rest = rest - step * source_stride
-            positions += step * target_stride
+            rest = rest - step * s
+            positions += step * t
         chosen_at = (inside & (rest == 0)).nonzero().reshape(-1)
         return chosen_at, positions[chosen_at]
 
@@ -100,8 +101,8 @@ class Piece:
 class Placement:
     """Every weight of a layout in the tensors of one rank.
 
-    `live` holds each storage once as a 1-D integer tensor; `pieces[n]` are those of tensor n of the layout. The tensors in
-    `aliases` are the same memory as others (a tied output head): they are proved but never written.
+    `live` holds each storage once as a 1-D integer tensor; `pieces[n]` are those of tensor n of the layout. The tensors
+    in `aliases` are the same memory as others (a tied output head): they are proved but never written.
     """
 
     layout: Layout
@@ -142,7 +143,8 @@ def learn_placement(model: Model, layout: Layout) -> Placement:
     aliases = _find_aliases(layout, watch.pieces, storages)
     for number, spec in enumerate(layout.tensors):
         _check_source(spec.name, spec.numel, watch.pieces[number])
-    storages.check_covered([piece for n, some in enumerate(watch.pieces) if n not in aliases for piece in some], watch.padding)
+    owners = [piece for n, some in enumerate(watch.pieces) if n not in aliases for piece in some]
+    storages.check_covered(owners, watch.padding)
     return Placement(layout, storages.live, storages.parameters, tuple(map(tuple, watch.pieces)), aliases)
 
 
@@ -152,8 +154,8 @@ def check_live(model: Model) -> None:
         multiply = getattr(module, "cpu_linear", None)
         if multiply is not None and multiply is not torch.nn.functional.linear:
             raise PlacementError(
-                f"{name}: expected a layer that reads its live weight, got one that vLLM has repacked; the plugin must be "
-                "loaded before the model (is it in VLLM_PLUGINS?)"
+                f"{name}: expected a layer that reads its live weight, got one that vLLM has repacked; the plugin must "
+                "be loaded before the model (is it in VLLM_PLUGINS?)"
             )
 
 
@@ -164,7 +166,7 @@ class _Storages:
         self.named = dict(model.named_parameters(remove_duplicate=False))
         self.parameters = tuple({id(p): p for p in self.named.values()}.values())
         self.number: dict[int, int] = {}
-        live = []
+        live: list[Tensor] = []
         for name, parameter in self.named.items():
             if parameter.numel() == 0:
                 raise PlacementError(f"{name}: expected a weight in memory, got an empty tensor: vLLM has repacked it")
@@ -199,11 +201,11 @@ class _Storages:
                     raise PlacementError(f"{name}: expected every element to come from the checkpoint, but some do not")
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is copied from meta tensors into live storages, and carries none of it out."""
 
     def __init__(self, storages: _Storages, probes: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.name = "(before the first tensor)"
         self.pieces: list[list[Piece]] = [[] for _ in probes]
         self.padding: list[Piece] = []
@@ -232,15 +234,15 @@ class _Watch(TorchDispatchMode):
     def _copy(self, live: int, target: Tensor, source: Tensor) -> None:
         number = self._number.get(source.untyped_storage()._cdata)
         if number is None:
-            raise PlacementError(f"{self.name}: expected the loader to copy it as it is, but it computes something of it")
+            raise PlacementError(f"{self.name}: expected the loader to copy it as it is, but it computes with it")
         if source.dtype != self._dtypes[number] or source.dtype != target.dtype:
             raise PlacementError(
-                f"{self.name}: expected the engine to hold it as {self._dtypes[number]}, got {target.dtype}: publish it "
-                "in the engine's dtype"
+                f"{self.name}: expected the engine to hold it as {self._dtypes[number]}, got {target.dtype}: publish "
+                "it in the engine's dtype"
             )
         if source.shape != target.shape:
             raise PlacementError(
-                f"{self.name}: expected a region of {tuple(target.shape)}, got {tuple(source.shape)} from the checkpoint"
+                f"{self.name}: expected a region of shape {tuple(target.shape)}, got one of {tuple(source.shape)}"
             )
         if target.numel():
             self.pieces[number].append(_piece(self.name, live, target, source))
@@ -258,7 +260,7 @@ def _flat(parameter: Tensor) -> Tensor:
     storage = parameter.untyped_storage()
     width = parameter.element_size()
     flat = torch.empty(0, dtype=INT_OF_WIDTH[width], device=parameter.device)
-    return flat.set_(storage, 0, (storage.nbytes() // width,), (1,))  # type: ignore[call-overload,no-any-return]
+    return flat.set_(storage, 0, (storage.nbytes() // width,), (1,))
 
 
 def _piece(name: str, live: int, target: Tensor, source: Tensor) -> Piece:
@@ -276,7 +278,8 @@ def _piece(name: str, live: int, target: Tensor, source: Tensor) -> Piece:
         if s < 1 or outer < s * size:
             raise PlacementError(f"{name}: expected a region of distinct elements, got strides {source.stride()}")
     sizes, source_strides, target_strides = (tuple(column) for column in zip(*merged, strict=True))
-    return Piece(sizes, source.storage_offset(), source_strides, live, target.storage_offset(), target_strides)
+    starts = int(source.storage_offset()), int(target.storage_offset())
+    return Piece(sizes, starts[0], source_strides, live, starts[1], target_strides)
 
 
 def _find_aliases(layout: Layout, pieces: list[list[Piece]], storages: _Storages) -> frozenset[int]:

@@ -46,7 +46,7 @@ def _updates_weights(config: Any) -> bool:
 
 
 def _keep_cpu_weights_live() -> None:
-    """On the CPU vLLM multiplies by packed copies of the weights; our engines must multiply by the weights themselves."""
+    """On the CPU vLLM multiplies by packed copies of weights; our engines must multiply by the weights themselves."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 
@@ -54,7 +54,7 @@ def _keep_cpu_weights_live() -> None:
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         if _updates_weights(get_current_vllm_config_or_none()):
-            layer.cpu_linear = torch.nn.functional.linear
+            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
         else:
             pack(layer, remove_weight)
 
@@ -67,6 +67,6 @@ def _let_vllm_look_at_llvmlite() -> None:
     llvmlite (numba's compiler) has an object that makes up any attribute it is asked for, this one too, and vLLM then
     fails on it: no engine could start in a process that has run one of our kernels. Here it gets an empty one.
     """
-    from llvmlite.binding import ffi
+    from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
     ffi.lib._fntab.setdefault("__dict__", {})

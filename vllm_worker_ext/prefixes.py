@@ -1,8 +1,8 @@
 """Keeps requests from reading prefix-cache blocks of older weights.
 
-vLLM finds a cached block by a hash chain that begins with the request's `cache_salt`. Every salt here begins with a root
-that is new whenever the weights change, so a chain begun under other weights is never met again. Requests that run across
-a change keep their chain, and their KV cache with it; no later request can find what they add to it.
+vLLM finds a cached block by a hash chain that begins with the request's `cache_salt`. Every salt here begins with a
+root that is new whenever the weights change, so a chain begun under other weights is never met again. Requests that run
+across a change keep their chain, and their KV cache with it; no later request can find what they add to it.
 """
 
 from __future__ import annotations

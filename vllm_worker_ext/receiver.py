@@ -1,4 +1,4 @@
-"""One rank of an engine: stages what its agent fetches, activates it between two engine steps, and proves what it holds."""
+"""One rank of an engine: stages what its agent fetches, activates it between two steps, and proves what it holds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Receiver:
     def attach(self, call_id: int, node_dir: str, token_file: str) -> Reply:
         """Learn the placement, prove that the live weights are version 0, and begin to follow the node directory.
 
-        Weights that are not version 0 are no failure of the call: the condition is then "unknown", until an anchor comes.
+        Weights that are not version 0 are no failure of the call: the condition is then "unknown", until an anchor.
         """
         return self._answer(call_id, lambda: self._attach(node_dir, token_file))
 
@@ -144,7 +144,7 @@ class Receiver:
     def _follow(self) -> None:
         assert self._placement is not None
         device = self._placement.live[0].device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pause = 0.0
         while not self._stop.wait(pause):
             with torch.cuda.stream(stream), torch.no_grad():
@@ -214,7 +214,8 @@ class Receiver:
             return "active already"
         staged = self._staged
         if staged is None or staged.artifact.key != key or staged.manifest is None:
-            raise StateError(f"{key}: expected to have it staged, got {'nothing' if staged is None else staged.artifact.key}")
+            got = "nothing" if staged is None else f"{staged.artifact.key}, complete: {staged.manifest is not None}"
+            raise StateError(f"expected {key} to be staged, got {got}")
         check_base(staged.artifact, self._held)
         try:
             if staged.manifest.kind == "anchor":

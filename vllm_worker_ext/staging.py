@@ -98,10 +98,11 @@ class Staged:
         for tensor in manifest.tensors:
             n = tensor.number
             rest = table[n] - self.before.get(n, 0) if manifest.kind == "delta" else 0
-            if (rest + self.after.get(n, 0)) & U64_MASK != tensor.fingerprint:
+            got = (rest + self.after.get(n, 0)) & U64_MASK
+            if got != tensor.fingerprint:
                 raise FingerprintMismatch(
-                    f"{layout.tensors[n].name}: expected fingerprint {tensor.fingerprint:#x} at version {manifest.target}, "
-                    f"staged {(rest + self.after.get(n, 0)) & U64_MASK:#x}; nothing was written"
+                    f"{layout.tensors[n].name}: expected fingerprint {tensor.fingerprint:#x} at version "
+                    f"{manifest.target}, staged {got:#x}; nothing was written"
                 )
             table[n] = tensor.fingerprint
         if state_id(layout, table) != manifest.target_state:

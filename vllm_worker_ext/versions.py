@@ -34,13 +34,13 @@ def facts(untested_ok: bool | None = None) -> Facts:
         untested_ok = os.environ.get("SPARROWRL_UNTESTED_VLLM") == "1"
     if version not in TESTED and not untested_ok:
         raise EngineUnsupported(
-            f"vLLM {version}: expected one of {', '.join(TESTED)}, the tested ones; set SPARROWRL_UNTESTED_VLLM=1 to try it"
+            f"vLLM {version}: expected a tested one, {' or '.join(TESTED)}; set SPARROWRL_UNTESTED_VLLM=1 to try it"
         )
     return TESTED.get(version, TESTED[max(TESTED)])
 
 
 def check_supported(config: Any) -> None:
-    """Raise EngineUnsupported, naming the feature, if a VllmConfig asks for one that was not tested with live updates."""
+    """Raise EngineUnsupported, naming it, if a VllmConfig asks for a feature that was not tested with live updates."""
     parallel, model = config.parallel_config, config.model_config
     speculative = config.speculative_config
     refused = {

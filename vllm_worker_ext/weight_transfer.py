@@ -20,7 +20,7 @@ from sparrowrl.vllm_worker_ext.receiver import Receiver
 
 
 @dataclass
-class NoInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):
+class NoInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]
     """There is nothing to say."""
 
 
@@ -61,4 +61,4 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
 
 
 def _refuse() -> NoReturn:
-    raise EngineUnsupported("this engine follows a SparrowRL hub by itself and takes no weights through vLLM's update calls")
+    raise EngineUnsupported("this engine follows a SparrowRL hub by itself; vLLM's own update calls are refused")

@@ -11,9 +11,7 @@ def receiver_of(worker: Any) -> Receiver:
     """The receiver of a vLLM worker (or of vLLM's wrapper around one), made at the first call."""
     worker = getattr(worker, "worker", worker)
     engine = getattr(worker, "weight_transfer_engine", None)
-    if isinstance(getattr(engine, "receiver", None), Receiver):
-        return engine.receiver  # type: ignore[union-attr]
-    own = getattr(worker, "_sparrow_receiver", None)
+    own = getattr(engine, "receiver", None) or getattr(worker, "_sparrow_receiver", None)
     if own is None:
         own = worker._sparrow_receiver = Receiver(worker.get_model(), worker.rank)
     assert isinstance(own, Receiver)
@@ -30,8 +28,8 @@ class WorkerExtension:
     """For `worker_extension_cls="sparrowrl.vllm_worker_ext.WorkerExtension"`.
 
     Every method answers a Reply and never raises. The caller makes the node directory, starts the agent, and calls
-    `sparrow_activate` while no request is running, or else resets the prefix cache itself: only an engine that follows by
-    itself (`--weight-transfer-config '{"backend": "sparrow"}'`) does that for its caller.
+    `sparrow_activate` while no request is running, and resets the prefix cache: only an engine that follows by itself
+    (`--weight-transfer-config '{"backend": "sparrow"}'`) does that for its caller.
     """
 
     def sparrow_attach(self, call_id: int, node_dir: str, token_file: str) -> Reply:

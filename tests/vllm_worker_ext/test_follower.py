@@ -1,4 +1,4 @@
-"""Engines that follow a real hub by themselves, through a real agent: `--weight-transfer-config '{"backend": "sparrow"}'`."""
+"""Engines that follow a real hub by themselves, through a real agent, with weight-transfer backend "sparrow"."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 from engines import PROMPTS, Tensors, Trainer, core_of, generate, save_checkpoint, worker_of
-from helpers import assert_bits_equal, wait_for
 from safetensors.torch import load_file
 
+from helpers import assert_bits_equal, wait_for
 from sparrowrl.errors import DeadlineExceeded, EngineUnsupported, UnknownState
 from sparrowrl.vllm_worker_ext.follower import Follower
 from sparrowrl.vllm_worker_ext.versions import check_supported, facts
@@ -192,21 +192,24 @@ def test_an_engine_with_other_weights_starts_from_an_anchor(site: Callable[..., 
     for _ in range(3):
         weights = s.trainer.step()
     llm = s.engine(save_checkpoint(s.folder, s.root / "other", other))
-    assert [(a.base, a.version, a.kind) for a in s.follower.status.activations] == [(None, 2, "anchor"), (2, 3, "delta")]
+    assert [(a.base, a.version, a.kind) for a in s.follower.status.activations] == [
+        (None, 2, "anchor"),
+        (2, 3, "delta"),
+    ]
     assert generate(llm, PROMPTS) == generate(s.fresh(weights), PROMPTS)
 
 
 def test_other_weights_and_no_anchor_is_a_clear_error(site: Callable[..., Site]) -> None:
     s = site("qwen3", SPARROWRL_START_TIMEOUT="4")
     other = {name: t + 1 if name.endswith("norm.weight") else t for name, t in s.trainer.weights.items()}
-    with pytest.raises(DeadlineExceeded, match="FingerprintMismatch: live weights of .*layernorm"):
+    with pytest.raises(DeadlineExceeded, match=r"FingerprintMismatch: live weights of .*layernorm"):
         s.engine(save_checkpoint(s.folder, s.root / "other", other))
     assert not node_directories()
 
 
 def test_no_hub_is_a_clear_error(site: Callable[..., Site]) -> None:
     s = site(SPARROWRL_HUB="http://127.0.0.1:9", SPARROWRL_START_TIMEOUT="4")
-    with pytest.raises(DeadlineExceeded, match="SPARROWRL_START_TIMEOUT.*http://127.0.0.1:9"):
+    with pytest.raises(DeadlineExceeded, match=r"SPARROWRL_START_TIMEOUT.*http://127\.0\.0\.1:9"):
         s.engine()
     assert not node_directories()
 
@@ -239,7 +242,10 @@ def test_new_requests_never_meet_blocks_of_older_weights(site: Callable[..., Sit
     assert run.outputs[waiting].num_cached_tokens == 0
     # With nothing else running, the very numbers of a fresh engine, first computed, then from the cache.
     for cached in (0, 96):
-        again, first = Runner(llm), Runner(s.fresh(weights, f"fresh{cached}", enable_prefix_caching=True, block_size=32))
+        again, first = (
+            Runner(llm),
+            Runner(s.fresh(weights, f"fresh{cached}", enable_prefix_caching=True, block_size=32)),
+        )
         if not cached:
             core_of(llm).reset_prefix_cache()
         else:
@@ -307,7 +313,7 @@ def spans(output: Any) -> list[tuple[str, int, int]]:
 
 
 def in_queue(core: Any) -> list[str]:
-    """The requests, as often as they are in it, of the batches that were computed but whose tokens were not taken yet."""
+    """The requests of batches that were computed but whose tokens were not taken yet, once for each batch."""
     return [name.split("-")[0] for _, scheduled, _ in core.batch_queue or () for name in scheduled.num_scheduled_tokens]
 
 

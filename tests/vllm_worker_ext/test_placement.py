@@ -93,7 +93,9 @@ def test_refused_by_name(case: str) -> None:
 def test_another_dtype_is_refused() -> None:
     model = Model(plain)
     model.b = nn.Parameter(torch.ones(5), requires_grad=False)
-    with pytest.raises(PlacementError, match="b: expected the engine to hold it as torch.bfloat16, got torch.float32"):
+    with pytest.raises(
+        PlacementError, match=r"b: expected the engine to hold it as torch\.bfloat16, got torch\.float32"
+    ):
         learn_placement(model, layout(a=(4, 3), b=(5,)))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engines import EXTENSION, MODELS, PROMPTS, Fetched, Tensors, Trainer, generate, save_checkpoint, worker_of
-from helpers import assert_bits_equal, wait_for
 from safetensors.torch import load_file
 
+from helpers import assert_bits_equal, wait_for
 from sparrowrl.delta.blocks import SparseBlock
 from sparrowrl.delta.box import Box
 from sparrowrl.delta.manifest import Manifest
@@ -154,7 +154,9 @@ def test_a_tied_head_that_is_published_too_is_proved_not_written(
     b.trainer.weights["lm_head.weight"][0, 0] += 1  # the trainer's head is not tied: this engine cannot hold that
     b.trainer.publisher.publish(b.trainer.weights.items())
     reply = b.call("activate", b.stage(2, "1.fast"))
-    assert not reply["ok"] and reply["error"]["error"] == "FingerprintMismatch" and "lm_head" in reply["error"]["message"]
+    assert (
+        not reply["ok"] and reply["error"]["error"] == "FingerprintMismatch" and "lm_head" in reply["error"]["message"]
+    )
     assert reply["version"] == 1 and reply["condition"] == "exact"
     assert b.call("audit")["ok"]
     b.receiver.close()
@@ -281,7 +283,18 @@ def test_blocks_that_overlap_or_do_not_add_up_are_refused(bench: Callable[..., B
         refs = tuple(SegmentRef(blake3(d).digest(), len(d)) for d in data)
         change = TensorChange(3, changed, fingerprint)
         fake = Manifest(
-            true.run, "delta", "fast", 0, 1, true.base_state, true.target_state, true.layout, 0, changed, (change,), refs
+            true.run,
+            "delta",
+            "fast",
+            0,
+            1,
+            true.base_state,
+            true.target_state,
+            true.layout,
+            0,
+            changed,
+            (change,),
+            refs,
         )
         (folder / "manifest").write_bytes(fake.encode(b.trainer.credentials.run_key))
         for ref, d in zip(refs, data, strict=True):
@@ -350,7 +363,9 @@ def test_a_failure_at_any_step_is_undone(
     b.assert_holds(weights, 1)
 
 
-def test_an_undo_that_fails_leaves_the_rank_unknown(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undo_that_fails_leaves_the_rank_unknown(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     b = bench("qwen3", anchor_every=2)
     b.attach()
     b.trainer.step()

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 from engines import ENVIRONMENT, PROMPTS, Tensors, Trainer
-from helpers import assert_bits_equal, wait_for
 from safetensors.torch import load_file
 
+from helpers import assert_bits_equal, wait_for
 from sparrowrl.transport.node import remove_stale
 from sparrowrl.vllm_worker_ext.versions import facts
 
@@ -55,7 +55,15 @@ class Server:
         environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         environment |= {"SPARROWRL_HUB": self.hub_url, "SPARROWRL_TOKEN_FILE": str(root / "engine-token.json")}
         environment |= {"SPARROWRL_ENGINE_ID": ENGINE_ID, "SPARROWRL_EXPORT_DIR": str(root)}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(folder),
+            "--port",
+            str(port),
+        ]
         command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"]
         command += ["--dtype", "bfloat16", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)]
         command += ["--enable-scale-out"] if facts().stamps_requests else []
@@ -129,7 +137,8 @@ def test_a_server_follows_while_it_answers(server: Server) -> None:
     for thread in threads:
         thread.start()
     for version in range(2, 7):
-        wait_for(lambda seen=len(answers): len(answers) > seen, 60, "an answer")  # type: ignore[misc]
+        seen = len(answers)
+        wait_for(lambda seen=seen: len(answers) > seen, 60, "an answer")  # type: ignore[misc]
         weights = server.trainer.step()
         wait_for(lambda version=version: server.status().get("version") == version, 60, f"version {version}")  # type: ignore[misc]
     enough.set()
