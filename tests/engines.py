@@ -93,8 +93,10 @@ class Trainer:
     seed: int = 0
 
     @classmethod
-    def begin(cls, root: Path, weights: Tensors, anchor_every: int = 0) -> Trainer:
-        credentials = Credentials.new(RUN)
+    def begin(
+        cls, root: Path, weights: Tensors, anchor_every: int = 0, credentials: Credentials | None = None
+    ) -> Trainer:
+        credentials = credentials or Credentials.new(RUN)
         root.mkdir(exist_ok=True)
         credentials.save(root / "token.json")
         sink = JournalSink(root / "journal", credentials)

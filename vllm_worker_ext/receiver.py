@@ -177,7 +177,9 @@ class Receiver:
         ):
             self._staged = staged = None
             self._write_status()
-        if wanted is None or wanted == self._refused or wanted.target == self._held.version:
+        if wanted != self._refused:
+            self._refused = None
+        if wanted is None or self._refused is not None or wanted.target == self._held.version:
             return None
         if staged is None:
             check_base(wanted, self._held)
