@@ -129,7 +129,8 @@ class Hub:
         except FileNotFoundError:
             status, body = 404, error_body("VersionNotFound", f"{request.path}: not kept any longer")
         except OSError as error:
-            level = logging.INFO if isinstance(error, ConnectionError) else logging.ERROR  # a client that left is no fault
+            # A client that left is no fault.
+            level = logging.INFO if isinstance(error, ConnectionError) else logging.ERROR
             log.log(level, "%s %s: %s", request.method, request.path, error)
             status, body = 503, error_body("JournalError", f"{request.path}: {error.strerror or error}")
         return web.Response(status=status, body=body, content_type="application/json")
