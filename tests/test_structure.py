@@ -89,11 +89,8 @@ def test_the_core_imports_no_framework() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)],
-        check=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(tmp_path), str(ROOT)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     expected = set()
