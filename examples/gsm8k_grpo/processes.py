@@ -93,9 +93,13 @@ class Children:
     async def watch(self) -> None:
         """Run until one of them ends by itself; raises its TransportError."""
         while True:
-            for child in self._children:
-                child.check()
+            self.check()
             await asyncio.sleep(0.2)
+
+    def check(self) -> None:
+        """Raise TransportError if one of them has ended by itself."""
+        for child in self._children:
+            child.check()
 
     def last_words(self) -> list[str]:
         """The ends of the logs of those that ended by themselves; of all, if none did."""

@@ -18,6 +18,7 @@ from sparrowrl.examples.gsm8k_grpo.tasks import Problem, Score, messages, score
 
 TEMPERATURE = 0.7
 _TRIES = 3
+_PAUSE_S = 1.0  # before another try
 _SILENCE_S = 120.0
 
 
@@ -141,6 +142,7 @@ class Rollouts:
                 self.finished["failed"] += 1
                 if not tries_left:
                     raise TransportError(f"{self._url}: {type(error).__name__}: {error}") from error
+                await asyncio.sleep(_PAUSE_S)
                 continue
             reason = choices[-1]["finish_reason"] if choices else None
             self.finished[reason or "failed"] += 1

@@ -141,9 +141,10 @@ async def test_an_aborted_request_is_counted_and_made_again() -> None:
 async def test_a_server_that_refuses_ends_the_sampling() -> None:
     server = ScriptedServer()
     server.status = 500
-    with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(30), sampling(server) as rollouts:
-            await rollouts.take(1, oldest=0)
+    async with serving(server) as url:
+        rollouts = Rollouts(url, PROMPTS, Digits(), group_size=3, in_flight=2, max_tokens=2)
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(rollouts.run(), 30)
     assert caught.group_contains(TransportError, match="expected HTTP 200, got 500: engine is broken")
 
 
