@@ -20,7 +20,7 @@ from sparrowrl.kernels.compiled import compiled, i64
 # What is cast or made contiguous is copied in chunks of this many elements, which stay in the cache.
 CHUNK = 1 << 18
 # Lanes that are looked at together.
-BLOCK = 1024
+BLOCK = 512
 
 
 def diff(new: Tensor, old: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

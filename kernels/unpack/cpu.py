@@ -105,6 +105,7 @@ def _positions(
 @compiled
 def _steps(lanes: NDArray[np.uint64], sign: int, gamma: int, mantissa: int, limit: int, out: NDArray[Any]) -> bool:
     """Decode Elias gamma: `gamma` ends where `mantissa` begins, `mantissa` has as many bits as `gamma` has zeros."""
+    buckets = mantissa - gamma - out.size
     k = 0
     total = 0
     for lane in range(gamma >> 6, (mantissa + 63) >> 6):
@@ -114,9 +115,9 @@ def _steps(lanes: NDArray[np.uint64], sign: int, gamma: int, mantissa: int, limi
                 return False
             now = (lane << 6) + i64(trailing_zeros(x)) - gamma - k
             bucket = now - total
-            negative = _get(lanes, sign + k, 1)
-            if bucket > limit:
+            if bucket > limit or now > buckets:
                 return False
+            negative = _get(lanes, sign + k, 1)
             rest = _get(lanes, mantissa + total, bucket)
             if bucket == limit and (rest or not negative):
                 return False
@@ -125,7 +126,7 @@ def _steps(lanes: NDArray[np.uint64], sign: int, gamma: int, mantissa: int, limi
             total = now
             k += 1
             x &= x - ONE
-    return k == out.size and total == mantissa - gamma - k
+    return k == out.size and total == buckets
 
 
 @compiled

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +144,25 @@ def test_each_inconsistency_is_refused(name: str, decode: Any) -> None:
     n, s, words = HOSTILE[name]
     with pytest.raises(CorruptData):
         decode(torch.tensor([n], dtype=torch.int32), torch.tensor([s], dtype=torch.int32), words, 256, 8, torch.int8)
+
+
+def test_nothing_is_read_behind_the_words() -> None:
+    """Few gamma bits, far apart: steps whose mantissas would be far behind the end."""
+    gamma = sum(1 << i for i in range(60, 250, 60))
+    high = sum(1 << 2 * k for k in range(250))
+    words = body((high, 250 + 255), (0, 250), (gamma, 250))
+    n, s = torch.tensor([250], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    with pytest.raises(CorruptData):
+        unpack(n, s, words, 256, 8, torch.int64)
+
+
+@pytest.mark.slow
+def test_compiled_code_stays_in_bounds(tmp_path: Path) -> None:
+    """All other tests of this file once more, with every index checked."""
+    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_the_last_tile_ends_where_the_elements_end() -> None:
