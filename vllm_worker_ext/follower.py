@@ -15,7 +15,7 @@ from typing import Any
 
 from sparrowrl.config import EngineConfig
 from sparrowrl.delta.manifest import Manifest
-from sparrowrl.errors import DeadlineExceeded, SparrowError, StateError, UnknownState
+from sparrowrl.errors import DeadlineExceeded, FingerprintMismatch, SparrowError, StateError, UnknownState
 from sparrowrl.transport.node import Activation, Answer, EngineStatus, ErrorInfo, NodeDirectory, Request
 from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
 from sparrowrl.vllm_worker_ext.hooks import JOB
@@ -69,7 +69,11 @@ class Follower:
         self._jobs: deque[Callable[[], None]] = deque()
         self._busy = threading.Event()
         self._transfer: Transfer | None = None
+        self._answered: int | None = None  # id of the request that was answered last
+        self._rank_error: ErrorInfo | None = None
         self._draining: Ready | None = None
+        self._paused: Any = None  # the scheduler's pause state before the drain
+        self._written: EngineStatus | None = None
         self._stop = threading.Event()
         self._agent = AgentProcess(node.root, config)
         self._watcher = threading.Thread(target=self._watch, name="sparrowrl-follower", daemon=True)
@@ -131,7 +135,7 @@ class Follower:
 
     def _catch_up(self, deadline: float) -> None:
         newest = self._wait(deadline, "the newest version", self._known_newest)
-        self._wait(deadline, "the layout and the origin", lambda: self._origin_is_there())
+        self._wait(deadline, "the layout and the origin", self._origin_is_there)
         replies = self._call("attach", str(self._node.root), str(self._config.token_file))
         self._note(replies)
         self._raise_failure(replies)
@@ -177,23 +181,28 @@ class Follower:
     # The watcher's thread.
 
     def _watch(self) -> None:
-        answered = 0
         while not self._stop.wait(_POLL_S):
             self._agent.poll()
-            if self._busy.is_set():
-                continue
             try:
-                ready, request = self._ready(), self._node.request.read()
+                self._write()
+                if not self._busy.is_set():
+                    self._look()
             except (SparrowError, OSError) as error:
-                if self._stop.is_set():
-                    return
-                logger.error("node directory %s: %s", self._node.root, error)
-                continue
-            if ready is not None:
-                self._submit(partial(self._activate, ready))
-            elif request is not None and request.id > answered:
-                answered = request.id
-                self._submit(partial(self._answer, request))
+                if not self._stop.is_set():
+                    logger.error("node directory %s: %s", self._node.root, error)
+
+    def _look(self) -> None:
+        """Submit what the node directory says is to be done."""
+        ready, request = self._ready(), self._node.request.read()
+        error = next((rank.error for rank in self._node.ranks().values() if rank.error is not None), None)
+        if ready is not None:
+            self._submit(partial(self._activate, ready))
+        elif request is not None and request.id != self._answered:
+            self._answered = request.id
+            self._submit(partial(self._answer, request))
+        elif error != self._rank_error:
+            self._rank_error = error
+            self._submit(partial(self._report, error))
 
     def _ready(self) -> Ready | None:
         """What all ranks have staged, if there is such a thing; notes when something new is on its way."""
@@ -226,8 +235,8 @@ class Follower:
         if self._config.in_flight == "drain" and not self._drained():
             from vllm.v1.core.sched.interface import PauseState
 
-            self._draining = ready
-            self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            self._draining, self._paused = ready, self._core.scheduler.pause_state
+            self._core.scheduler.set_pause_state(max(self._paused, PauseState.PAUSED_NEW))
             self._core._idle_state_callbacks.append(lambda core: self._end_drain())
             return
         self._activate_now(ready)
@@ -239,10 +248,8 @@ class Follower:
     def _end_drain(self) -> None:
         if self._draining is None or not self._drained():
             return
-        from vllm.v1.core.sched.interface import PauseState
-
         ready, self._draining = self._draining, None
-        self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._core.scheduler.set_pause_state(self._paused)
         self._activate_now(ready)
         # An idle core is about to wait for input, and would not notice that requests can be scheduled again.
         self._submit(self._busy.clear)
@@ -264,15 +271,15 @@ class Follower:
                 self.prefixes.change(ready.manifest.target_state, scheduler)
             self._core.set_weight_version(str(self.status.version))
         pause_ms = 1000 * (time.perf_counter() - began)
-        if not ok:
-            logger.error("activation of %s failed: %s", ready.key, self.status.error)
-            self.status = replace(self.status, fingerprint_ok=False)
-        else:
+        if ok:
             aborted = len(before - set(scheduler.requests)) if scheduler is not None else 0
             self._record(ready, pause_ms, in_flight, aborted)
             if self._config.audit_every and ready.manifest.target % self._config.audit_every == 0:
                 self._audit()
-        self._write()
+            return
+        logger.error("activation of %s failed: %s", ready.key, self.status.error)
+        if self.status.condition == "unknown" or any(_names(reply, FingerprintMismatch) for reply in replies):
+            self.status = replace(self.status, fingerprint_ok=False)
 
     def _record(self, ready: Ready, pause_ms: float, in_flight: int, aborted: int) -> None:
         manifest, transfer = ready.manifest, self._transfer
@@ -315,6 +322,13 @@ class Follower:
         finally:
             scheduler.set_pause_state(paused)
 
+    def _report(self, error: ErrorInfo | None) -> None:
+        """Tell the trainer's side why the ranks do not stage what there is (or that they do again)."""
+        self.status = replace(self.status, error=error)
+        if error is not None:
+            logger.error("cannot stage: %s: %s", error.error, error.message)
+        self._busy.clear()
+
     def _answer(self, request: Request) -> None:
         try:
             answer = self._audit() if request.kind == "audit" else self._export()
@@ -322,7 +336,6 @@ class Follower:
             answer = (False, str(error))
         said = Answer(request.id, request.kind, *answer)
         self.status = replace(self.status, answers=(*self.status.answers, said)[-_KEPT:])
-        self._write()
         self._busy.clear()
 
     def _audit(self) -> tuple[bool, str]:
@@ -387,7 +400,15 @@ class Follower:
                 raise getattr(errors, error["error"], StateError)(f"rank {reply['rank']}: {error['message']}")
 
     def _write(self) -> None:
-        self._node.engine.write(self.status)
+        """Write engine.json if the status has changed. On the watcher's thread, so that no pause pays for it."""
+        status = self.status
+        if status is not self._written:
+            self._node.engine.write(status)
+            self._written = status
+
+
+def _names(reply: Reply, error: type[SparrowError]) -> bool:
+    return reply["error"] is not None and reply["error"]["error"] == error.__name__
 
 
 def _outcome(reply: Reply) -> str:

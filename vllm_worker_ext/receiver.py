@@ -146,7 +146,8 @@ class Receiver:
         device = self._placement.live[0].device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pause = 0.0
-        while not self._stop.wait(pause):
+        assert self._node is not None
+        while not self._stop.wait(pause) and self._node.root.exists():
             with torch.cuda.stream(stream), torch.no_grad():
                 pause = _POLL_S if self._poll(stream) else _IDLE_POLL_S
 
