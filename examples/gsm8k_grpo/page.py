@@ -111,7 +111,7 @@ def _versions_frame(rows: Sequence[VersionRow], y_range: Point, log: bool = Fals
 
 
 def _reward(rows: Sequence[VersionRow]) -> str:
-    top = max(1.0, *(row.reward for row in rows)) * 1.05
+    top = 1.15 * max(0.4, *(row.reward for row in rows))
     frame, ticks = _versions_frame(rows, (0, top))
     reward, exact = [(row.version, row.reward) for row in rows], [(row.version, row.exact) for row in rows]
     body = [charts.line(frame, exact, "b", "exact"), charts.line(frame, reward, "a", "reward")]

@@ -59,9 +59,14 @@ class Child:
         return [line[:300] for line in shown]
 
     async def stop(self) -> None:
-        """Ask the process to end, then kill what is left of its group. Doing it twice is fine."""
-        if self._process.poll() is None:
+        """Ask the process to end (or what it left behind, if it is gone), then kill the rest of its group.
+
+        Doing it twice is fine.
+        """
+        if not self.ended:
             self._process.terminate()
+        elif self._group_lives():
+            os.killpg(self._process.pid, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and self._group_lives():
             await asyncio.sleep(0.05)
