@@ -147,13 +147,18 @@ def _stages(rows: Sequence[VersionRow]) -> str:
         named = zip("abcd", ("publish", "transfer", "stage", "pause"), times, strict=True)
         stacks.append([(time, css, f"version {row.version}: {name} {time:.1f} ms") for css, name, time in named])
     longest = max(sum(part[0] for part in stack) for stack in stacks) or 1.0
-    height = 22
+    height = min(22, max(4, 660 // len(rows)))
+    every = -(-14 // height)  # names have to stay legible
     frame = Frame((0, 1.04 * longest), (0, 1), width=840, height=charts.TOP + charts.BOTTOM + height * len(rows))
     body = []
     for number, (row, stack) in enumerate(zip(rows, stacks, strict=True)):
         top = charts.TOP + height * number
-        body.append(f'<text class="axis" x="{charts.LEFT - 6}" y="{top + 15}" text-anchor="end">v{row.version}</text>')
-        body.append(charts.stacked(frame, top + 3, height - 6, stack))
+        if number % every == 0:
+            middle = top + height / 2 + 4
+            body.append(
+                f'<text class="axis" x="{charts.LEFT - 6}" y="{middle}" text-anchor="end">v{row.version}</text>'
+            )
+        body.append(charts.stacked(frame, top + height / 8, 0.75 * height, stack))
     return frame.svg("Milliseconds per phase", "ms", charts.nice_ticks(0, longest, 8), None, body)
 
 
