@@ -174,7 +174,7 @@ def make_model(folder: Path, layers: int) -> dict[str, torch.Tensor]:
 
 
 def change(weights: dict[str, torch.Tensor], density: float) -> list[Any]:
-    """Move a share of the weights by one bf16 step, as most of a trainer's changes are; returns vLLM's patches of it."""
+    """Move a share of the weights by one bf16 step, as a trainer does; returns vLLM's patches for the same."""
     from vllm.model_executor.model_loader.checkpoint_weight_patch import CheckpointWeightPatch
 
     patches = []

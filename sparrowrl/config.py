@@ -79,7 +79,6 @@ class EngineConfig:
     connections: int = 4
     start_timeout: int = 300
     export_dir: Path | None = None
-    insist_on_version: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> EngineConfig:
@@ -103,7 +102,6 @@ class EngineConfig:
             connections=_whole_number(environment, "SPARROWRL_CONNECTIONS", 4, least=1),
             start_timeout=_whole_number(environment, "SPARROWRL_START_TIMEOUT", 300),
             export_dir=Path(export_dir) if export_dir else None,
-            insist_on_version=environment.get("SPARROWRL_UNTESTED_VLLM") == "1",
         )
 
 

@@ -21,7 +21,7 @@ from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
 from sparrowrl.vllm_worker_ext.hooks import JOB
 from sparrowrl.vllm_worker_ext.prefixes import Prefixes
 from sparrowrl.vllm_worker_ext.receiver import Reply
-from sparrowrl.vllm_worker_ext.versions import check_supported, facts
+from sparrowrl.vllm_worker_ext.versions import check_supported
 from sparrowrl.vllm_worker_ext.worker_extension import call_receiver
 
 _POLL_S = 0.005
@@ -86,7 +86,6 @@ class Follower:
         no way to its newest version within SPARROWRL_START_TIMEOUT seconds.
         """
         config = EngineConfig.from_environment()
-        facts(config.insist_on_version)
         check_supported(core.vllm_config)
         node = NodeDirectory.create(config.engine_id)
         follower = None

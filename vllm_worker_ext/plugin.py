@@ -12,15 +12,18 @@ BACKEND = "sparrow"
 def register() -> None:
     """Offer the weight-transfer backend "sparrow" and prepare the engine core for it; doing it twice is fine.
 
-    An engine that uses neither the backend nor our worker extension is left as it was.
+    An engine that uses neither the backend nor our worker extension is left as it was, and so is a vLLM that was not
+    tested: there the backend itself refuses to work when somebody uses it.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from sparrowrl.vllm_worker_ext import hooks
+    from sparrowrl.vllm_worker_ext import hooks, versions
 
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "sparrowrl.vllm_worker_ext.weight_transfer", "SparrowEngine")
+    if not versions.is_usable():
+        return
     _keep_cpu_weights_live()
     _let_vllm_look_at_llvmlite()
     hooks.install()

@@ -22,21 +22,28 @@ TESTED: dict[str, Facts] = {
 }
 
 
-def facts(untested_ok: bool | None = None) -> Facts:
+def is_usable() -> bool:
+    """Whether the vLLM that is installed was tested, or the user insists on it (SPARROWRL_UNTESTED_VLLM=1)."""
+    return _installed() in TESTED or os.environ.get("SPARROWRL_UNTESTED_VLLM") == "1"
+
+
+def facts() -> Facts:
     """What holds for the vLLM that is installed; an untested one is taken for the newest tested.
 
-    Raises EngineUnsupported for an untested version unless `untested_ok` (default: SPARROWRL_UNTESTED_VLLM=1).
+    Raises EngineUnsupported unless `is_usable`.
     """
+    if not is_usable():
+        raise EngineUnsupported(
+            f"vLLM {_installed()}: expected one that was tested, {' or '.join(TESTED)}; "
+            "set SPARROWRL_UNTESTED_VLLM=1 to try it all the same"
+        )
+    return TESTED.get(_installed(), TESTED[max(TESTED)])
+
+
+def _installed() -> str:
     import vllm
 
-    version = str(vllm.__version__).split("+")[0]
-    if untested_ok is None:
-        untested_ok = os.environ.get("SPARROWRL_UNTESTED_VLLM") == "1"
-    if version not in TESTED and not untested_ok:
-        raise EngineUnsupported(
-            f"vLLM {version}: expected a tested one, {' or '.join(TESTED)}; set SPARROWRL_UNTESTED_VLLM=1 to try it"
-        )
-    return TESTED.get(version, TESTED[max(TESTED)])
+    return str(vllm.__version__).split("+")[0]
 
 
 def check_supported(config: Any) -> None:

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from sparrowrl.errors import EngineUnsupported
 from sparrowrl.vllm_worker_ext.receiver import Receiver
+from sparrowrl.vllm_worker_ext.versions import facts
 
 
 @dataclass
@@ -32,6 +33,7 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        facts()
         super().__init__(config, vllm_config, device, model)
         self.receiver = Receiver(model, vllm_config.parallel_config.rank)  # type: ignore[arg-type]
 

@@ -476,10 +476,14 @@ def test_an_engine_with_lora_does_not_start(site: Callable[..., Site]) -> None:
         s.engine(enable_lora=True)
 
 
-def test_an_untested_vllm_is_refused_unless_insisted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_vllm_is_refused_unless_insisted(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import vllm
 
+    s = site()
     monkeypatch.setattr(vllm, "__version__", "9.9.9+cpu")
     with pytest.raises(EngineUnsupported, match=r"vLLM 9\.9\.9.*SPARROWRL_UNTESTED_VLLM"):
-        facts(untested_ok=False)
-    assert facts(untested_ok=True) == facts(untested_ok=True)
+        s.engine()
+    monkeypatch.setenv("SPARROWRL_UNTESTED_VLLM", "1")
+    assert facts().stamps_requests  # taken for the newest tested
