@@ -151,7 +151,7 @@ class Bench:
 
 
 def make_model(folder: Path, layers: int) -> dict[str, torch.Tensor]:
-    """Write a random checkpoint; 58.7 million weights with 8 layers."""
+    """Write a random checkpoint; 48 million weights with 8 layers."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, Qwen3Config
 

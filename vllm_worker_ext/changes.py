@@ -38,11 +38,6 @@ class Change:
         assert numbers is not None
         return numbers.numel()
 
-    def differing(self, live: Tensor) -> int:
-        """How many of the new `bits` are not what is there already."""
-        assert self.bits is not None
-        return int((live[self.where] != self.bits).sum())
-
     def write(self, live: Tensor) -> Tensor | None:
         """Change the live bits intw[N]; returns what `undo` needs besides: old bits, where new ones replaced them."""
         if self.steps is not None:

@@ -326,6 +326,8 @@ class Follower:
         self.status = replace(self.status, error=error)
         if error is not None:
             logger.error("cannot stage: %s: %s", error.error, error.message)
+            if error.error == FingerprintMismatch.__name__:  # the artifact is wrong, or what it builds on is no more
+                self._audit()
         self._busy.clear()
 
     def _answer(self, request: Request) -> None:

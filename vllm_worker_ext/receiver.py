@@ -236,11 +236,14 @@ class Receiver:
         """Write a delta and prove it from the bits read back; on any failure put everything back and prove that."""
         assert self._placement is not None
         done: list[tuple[Change, Tensor | None]] = []
+        proofs: list[Tensor] = []
+        ordered = sorted(staged.changes, key=lambda change: change.alias)  # aliases last: their owners are written then
         try:
-            for change in staged.changes:
+            for change in ordered:
                 if not change.alias:
                     done.append((change, change.write(self._placement.live[change.live])))
-            self._check_changes(staged.changes, staged.after)
+                proofs.append(self._proof(change))  # at once, while the caches still have what was written
+            self._check_proofs(ordered, proofs, staged.after)
         except BaseException:
             self._undo(staged, done)
             raise
@@ -251,7 +254,7 @@ class Receiver:
         try:
             for change, old in reversed(done):
                 change.undo(self._placement.live[change.live], old)
-            self._check_changes(staged.changes, staged.before)
+            self._check_proofs(staged.changes, [self._proof(change) for change in staged.changes], staged.before)
         except BaseException as error:
             self._held = Held(exact=False)
             raise UnknownState(f"{staged.artifact.key}: failed, and so did putting it back ({error})") from error
@@ -272,15 +275,17 @@ class Receiver:
 
     # Proof.
 
-    def _check_changes(self, changes: list[Change], expected: dict[int, int]) -> None:
+    def _proof(self, change: Change) -> Tensor:
         assert self._placement is not None
-        live, layout = self._placement.live, self._placement.layout
-        got = sums(changes, [change.proof(live[change.live], layout.seeds[change.tensor]) for change in changes])
-        for number, value in got.items():
+        return change.proof(self._placement.live[change.live], self._placement.layout.seeds[change.tensor])
+
+    def _check_proofs(self, changes: list[Change], proofs: list[Tensor], expected: dict[int, int]) -> None:
+        assert self._placement is not None
+        for number, value in sums(changes, proofs).items():
             if value != expected[number]:
                 raise FingerprintMismatch(
-                    f"{layout.tensors[number].name}: expected the changed weights to sum to {expected[number]:#x}, "
-                    f"read back {value:#x}"
+                    f"{self._placement.layout.tensors[number].name}: expected the changed weights to sum to "
+                    f"{expected[number]:#x}, read back {value:#x}"
                 )
 
     def _live_fingerprints(self) -> tuple[int, ...]:
