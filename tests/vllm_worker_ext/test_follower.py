@@ -411,6 +411,25 @@ def test_an_unknown_engine_serves_nothing_until_an_anchor(site: Callable[..., Si
     assert run.result(name) == fresh.result(other)
 
 
+def test_a_bit_lost_where_a_delta_writes_leads_to_an_audit_and_an_anchor(site: Callable[..., Site]) -> None:
+    s = site("qwen3", anchor_every=2)
+    llm = s.engine()
+    worker_of(llm).get_model().model.norm.weight.data.view(torch.int16)[:] ^= 4
+    s.trainer.step(0.9)
+
+    def noticed() -> bool:
+        core_of(llm).step_fn()
+        return s.follower.status.condition == "unknown"
+
+    wait_for(noticed, 60, "the audit")
+    status = s.follower.status
+    assert status.audit_ok is False and status.error is not None and "model.norm.weight" in status.error.message
+    assert not status.activations
+    s.trainer.step()
+    s.reach(2)
+    assert s.follower.status.condition == "exact" and [a.kind for a in s.follower.status.activations] == ["anchor"]
+
+
 def test_a_dead_agent_is_replaced(site: Callable[..., Site]) -> None:
     s = site()
     s.engine()
