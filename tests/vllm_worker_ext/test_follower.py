@@ -12,7 +12,6 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from safetensors.torch import load_file
 from helpers import assert_bits_equal, wait_for
 from sparrowrl.errors import DeadlineExceeded, EngineUnsupported, UnknownState
 from sparrowrl.vllm_worker_ext.follower import Follower
-from sparrowrl.vllm_worker_ext.versions import check_supported, facts
+from sparrowrl.vllm_worker_ext.versions import facts
 
 pytestmark = pytest.mark.vllm
 Start = Callable[..., Any]
@@ -455,38 +454,6 @@ def test_vllms_own_updates_are_refused(site: Callable[..., Site]) -> None:
     with pytest.raises(EngineUnsupported, match="follows a SparrowRL hub"):
         worker_of(llm).start_weight_update()
     assert core_of(llm).sparrow.status.condition == "exact"
-
-
-def supported_config() -> SimpleNamespace:
-    parallel = SimpleNamespace(
-        data_parallel_size=1, data_parallel_index=0, pipeline_parallel_size=1, tensor_parallel_size=1, world_size=1
-    )
-    parallel.enable_eplb = False
-    model = SimpleNamespace(enable_sleep_mode=False, quantization=None, is_multimodal_model=False)
-    rest = {"lora_config": None, "speculative_config": None, "kv_transfer_config": None}
-    return SimpleNamespace(parallel_config=parallel, model_config=model, **rest)
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "value", "words"),
-    [
-        ("parallel_config", "data_parallel_size", 2, "data parallel size 2"),
-        ("parallel_config", "data_parallel_index", 1, "data parallel"),
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallel size 2"),
-        ("parallel_config", "enable_eplb", True, "expert load balancing"),
-        ("model_config", "enable_sleep_mode", True, "sleep mode"),
-        ("model_config", "quantization", "fp8", "quantization fp8"),
-        (None, "lora_config", object(), "LoRA"),
-        (None, "kv_transfer_config", object(), "KV connector"),
-        (None, "speculative_config", SimpleNamespace(method="eagle"), "draft model"),
-    ],
-)
-def test_features_that_were_not_tested_are_refused(part: str | None, name: str, value: object, words: str) -> None:
-    config = supported_config()
-    check_supported(config)
-    setattr(config if part is None else getattr(config, part), name, value)
-    with pytest.raises(EngineUnsupported, match=words):
-        check_supported(config)
 
 
 def test_an_engine_with_lora_does_not_start(site: Callable[..., Site]) -> None:

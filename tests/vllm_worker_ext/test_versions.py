@@ -1,0 +1,42 @@
+"""Which features of vLLM are refused at the start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sparrowrl.errors import EngineUnsupported
+from sparrowrl.vllm_worker_ext.versions import check_supported
+
+
+def supported_config() -> SimpleNamespace:
+    parallel = SimpleNamespace(
+        data_parallel_size=1, data_parallel_index=0, pipeline_parallel_size=1, tensor_parallel_size=1, world_size=1
+    )
+    parallel.enable_eplb = False
+    model = SimpleNamespace(enable_sleep_mode=False, quantization=None, is_multimodal_model=False)
+    rest = {"lora_config": None, "speculative_config": None, "kv_transfer_config": None}
+    return SimpleNamespace(parallel_config=parallel, model_config=model, **rest)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "words"),
+    [
+        ("parallel_config", "data_parallel_size", 2, "data parallel size 2"),
+        ("parallel_config", "data_parallel_index", 1, "data parallel"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallel size 2"),
+        ("parallel_config", "enable_eplb", True, "expert load balancing"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
+        ("model_config", "quantization", "fp8", "quantization fp8"),
+        (None, "lora_config", object(), "LoRA"),
+        (None, "kv_transfer_config", object(), "KV connector"),
+        (None, "speculative_config", SimpleNamespace(method="eagle"), "draft model"),
+    ],
+)
+def test_features_that_were_not_tested_are_refused(part: str | None, name: str, value: object, words: str) -> None:
+    config = supported_config()
+    check_supported(config)
+    setattr(config if part is None else getattr(config, part), name, value)
+    with pytest.raises(EngineUnsupported, match=words):
+        check_supported(config)
