@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo test test-slow test-gpu check bench clean
+.PHONY: install demo test test-slow test-vllm029 test-gpu check bench clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml requirements/cpu.txt requirements/gpu.txt requirements/gpu-no-deps.txt requirements/install.sh
-	GPU="$(GPU)" PYTHON="$(PYTHON)" bash requirements/install.sh $(VENV)
+	PYTHON="$(PYTHON)" bash requirements/install.sh $(VENV) $(if $(GPU),gpu.txt,cpu.txt)
+	touch $@
+
+.venv-vllm029/.installed: pyproject.toml requirements/cpu-vllm029.txt requirements/install.sh
+	PYTHON="$(PYTHON)" bash requirements/install.sh .venv-vllm029 cpu-vllm029.txt
 	touch $@
 
 demo: $(INSTALLED)
@@ -25,6 +29,10 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+# The engine side on the oldest vLLM that is supported; without a GPU only.
+test-vllm029: .venv-vllm029/.installed
+	.venv-vllm029/bin/pytest tests/vllm_worker_ext $(ARGS)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(ARGS)
@@ -38,6 +46,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/aot.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/transport.py
+	$(BIN)/python benchmarks/activation.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

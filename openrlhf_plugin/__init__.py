@@ -1,0 +1,1 @@
+"""OpenRLHF's sync backend. Not written yet."""

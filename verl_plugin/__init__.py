@@ -1,0 +1,1 @@
+"""verl's checkpoint-engine backend. Not written yet."""
