@@ -12,21 +12,17 @@ anything, and for them the pause is the whole. Medians of the repeats, in millis
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import RESULTS, append, context
 
 from sparrowrl.config import Credentials
 from sparrowrl.delta.publisher import Publisher
@@ -34,10 +30,6 @@ from sparrowrl.delta.sink import JournalSink
 from sparrowrl.transport.node import NextArtifact, NodeDirectory
 
 RUN = "benchmark"
-COLUMNS = [
-    "date", "commit", "weights", "changed", "density", "payload_bytes", "stage_ms", "activate_ms", "audit_ms",
-    "reload_ms", "patches_ms", "repeats", "load", "machine", "versions",
-]  # fmt: skip
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -54,17 +46,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "activation.csv")
+    parser.add_argument("--csv", type=Path, default=RESULTS / "activation.csv")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         rows = Bench(Path(folder), args.layers).rows(args.repeats)
-    new = not args.csv.exists()
-    with args.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append(args.csv, rows)
 
 
 class Bench:
@@ -120,11 +107,17 @@ class Bench:
             times["patches"].append(timed(lambda patches=patches: self.patch(patches)))  # type: ignore[misc]
             times["reload"].append(timed(lambda: self.model.load_weights(self.weights.items())))
             times["audit"].append(self.call("audit"))
-        row = {f"{name}_ms": round(statistics.median(some), 2) for name, some in times.items()}
-        row |= {"weights": done.elements, "changed": done.changed, "density": density, "repeats": repeats}
-        row |= {"payload_bytes": done.payload_bytes, "load": f"{os.getloadavg()[0]:.1f}", **about()}
-        print({name: row[name] for name in COLUMNS[2:-2]})
-        return row
+        row = {
+            "weights": done.elements,
+            "changed": done.changed,
+            "density": density,
+            "payload_bytes": done.payload_bytes,
+        }
+        for name, some in times.items():
+            row |= {f"{name}_ms": round(statistics.median(some), 2)}
+            row |= {f"{name}_ms_min": round(min(some), 2), f"{name}_ms_max": round(max(some), 2)}
+        print(row)
+        return {**row, "repeats": repeats, **context("torch", "vllm")}
 
     def patch(self, patches: list[Any]) -> None:
         """vLLM's own sparse update."""
@@ -192,17 +185,6 @@ def timed(action: Callable[[], object]) -> float:
     began = time.perf_counter()
     action()
     return 1000 * (time.perf_counter() - began)
-
-
-def about() -> dict[str, str]:
-    """When, of what and where."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": commit.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": f"torch {torch.__version__}, vllm {version('vllm')}",
-    }
 
 
 if __name__ == "__main__":

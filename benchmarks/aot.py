@@ -11,17 +11,15 @@ TRITON_INTERPRET must not be set.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from record import RESULTS, append, context
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -38,7 +36,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-COLUMNS = ["date", "commit", "triton", "target", "kernel", "width", "registers", "spills", "shared_bytes", "narrow"]
+COLUMNS = ["target", "kernel", "width", "registers", "spills", "shared_bytes", "narrow"]
 
 
 class Case(NamedTuple):
@@ -120,23 +118,15 @@ def narrow_addresses(binary: Any) -> int:
     return sum(int(bits) < 64 for bits in offsets)
 
 
-def commit() -> str:
-    """Return the commit of what is measured, "-dirty" if the kernels or this file have changes that it lacks."""
-    git = partial(subprocess.run, check=True, capture_output=True, text=True, cwd=ROOT)
-    changes = git(["git", "status", "--porcelain", "--", "kernels", __file__]).stdout
-    return git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() + ("-dirty" if changes else "")
-
-
 def rows(widths: list[int], targets: list[str]) -> Iterator[dict[str, Any]]:
     """Compile everything and yield one row each; kernels that touch no weights once only."""
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    about = context("triton")
     for name in targets:
         for case in CASES:
             for width in widths if "*w" in case.types else widths[:1]:
                 binary = compiled(case, width, TARGETS[name])
                 figures = (*needs(binary, TARGETS[name]), binary.metadata.shared, narrow_addresses(binary))
-                values = (date, commit(), triton.__version__, name, case.name, width, *figures)
-                yield dict(zip(COLUMNS, values, strict=True))
+                yield dict(zip(COLUMNS, (name, case.name, width, *figures), strict=True)) | about
 
 
 def main() -> None:
@@ -144,17 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--widths", type=int, nargs="+", choices=[1, 2, 4, 8], default=[1, 2, 4, 8])
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "aot.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS / "aot.csv")
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not arguments.out.exists()
-    with arguments.out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows(arguments.widths, arguments.targets):
-            writer.writerow(row)
-            print(*row.values())
+    done = list(rows(arguments.widths, arguments.targets))
+    for row in done:
+        print(*list(row.values())[: len(COLUMNS)])
+    append(arguments.out, done)
 
 
 if __name__ == "__main__":

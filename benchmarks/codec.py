@@ -17,18 +17,13 @@ it does the clock: the median, least and most of --repeats runs. Every decoding 
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +32,7 @@ import torch
 import zstandard
 from blake3 import blake3
 from codec_rivals import RIVALS, Array, Change, Decoded, Format, step
+from record import append, context
 from safetensors.numpy import load
 from safetensors.torch import load_file
 
@@ -239,23 +235,6 @@ def _same_bits(s: Step, blocks: list[DenseBlock]) -> bool:
     return seen == s.elements
 
 
-def environment() -> dict[str, str]:
-    """Where and with what the figures were taken."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    packages = ("torch", "numpy", "numba", "zstandard", "msgpack", "blake3")
-    return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores, 1 used; load {os.getloadavg()[0]:.1f} at the start",
-        "versions": f"python {platform.python_version()}, " + ", ".join(f"{p} {version(p)}" for p in packages),
-        "commit": commit.stdout.strip() or "unknown",
-    }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -266,7 +245,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", default="", help="names of runs, comma-separated; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, required=True, help="write all rows here")
-    parser.add_argument("--csv", type=Path, help="also here; rows of the other scope in that file are kept")
+    parser.add_argument("--csv", type=Path, help="append them here too")
     args = parser.parse_args()
     unknown = set(args.codecs.split(",")) - {*OURS, *RIVALS}
     if unknown:
@@ -277,23 +256,11 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def write_csv(path: Path, scope: str, rows: list[dict[str, Any]]) -> None:
-    """Put the rows into the file instead of those of the same scope."""
-    kept: list[dict[str, Any]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row["scope"] != scope]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted([*kept, *rows], key=lambda row: row["scope"], reverse=True))
-
-
 def main() -> None:
     """Measure, print a line a row, write the files."""
     args = arguments()
     torch.set_num_threads(1)
-    about = environment()
+    about = context("torch", "numpy", "numba", "zstandard", "msgpack", "blake3")
     rows = []
     for s in read_steps(args.corpus, args.scope, args.base, [run for run in args.runs.split(",") if run]):
         for codec in args.codecs.split(","):
@@ -308,7 +275,7 @@ def main() -> None:
         raise SystemExit("no step measured: check --scope and --runs")
     args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.csv:
-        write_csv(args.csv, args.scope, rows)
+        append(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,16 @@ kernel's.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
+from record import RESULTS, append, context
 from torch import Tensor
 
 from sparrowrl.kernels.diff import diff
@@ -39,7 +34,7 @@ from sparrowrl.kernels.unpack import unpack
 ROOT = Path(__file__).parents[1]
 DENSITIES = [0.0016, 0.012]
 TILE_LOG2 = 14
-COLUMNS = ["date", "commit", "machine", "versions", "operation", "elements", "density", "repeats"]
+COLUMNS = ["operation", "elements", "density", "repeats"]
 COLUMNS += ["median_ms", "p20_ms", "p80_ms", "copy_ms", "copy_over_median"]
 
 
@@ -112,20 +107,9 @@ def operations(new: Tensor, old: Tensor) -> Iterator[tuple[str, Callable[[], Any
     yield "fingerprint_at", lambda: fingerprint_at(new, positions, positions, 3), right
 
 
-def commit() -> str:
-    """Return the commit of what is measured, "-dirty" if the kernels or this file have changes that it lacks."""
-    git = partial(subprocess.run, check=True, capture_output=True, text=True, cwd=ROOT)
-    changes = git(["git", "status", "--porcelain", "--", "kernels", __file__]).stdout
-    return git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() + ("-dirty" if changes else "")
-
-
 def rows(device: str, elements: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Measure everything; one row for each operation and density."""
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    machine = (
-        torch.cuda.get_device_name() if device != "cpu" else f"{processor()}, one thread, load {os.getloadavg()[0]:.1f}"
-    )
-    versions = f"python {platform.python_version()} torch {torch.__version__} numba {numba.__version__}"
+    about = context("torch", "numba", device=torch.cuda.get_device_name() if device != "cpu" else None)
     for density in DENSITIES:
         new, old = weights(elements, density, device)
         copying = partial(torch.empty_like(new).copy_, new)
@@ -138,15 +122,7 @@ def rows(device: str, elements: int, repeats: int) -> Iterator[dict[str, Any]]:
             fifths = statistics.quantiles(times, n=5, method="inclusive")
             median, reference = statistics.median(times), statistics.median(copies)
             figures = [round(x, 3) for x in (median, fifths[0], fifths[-1], reference, reference / median)]
-            values = [date, commit(), machine, versions, name, elements, density, repeats, *figures]
-            yield dict(zip(COLUMNS, values, strict=True))
-
-
-def processor() -> str:
-    """Return the name of the processor as the system knows it."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+            yield dict(zip(COLUMNS, [name, elements, density, repeats, *figures], strict=True)) | about
 
 
 def main() -> None:
@@ -155,18 +131,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--elements", type=int, default=1 << 27)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kernels.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS / "kernels.csv")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not arguments.out.exists()
-    with arguments.out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows(arguments.device, arguments.elements, arguments.repeats):
-            writer.writerow(row)
-            print(*(row[key] for key in ("operation", "density", "median_ms", "copy_ms", "copy_over_median")))
+    done = []
+    for row in rows(arguments.device, arguments.elements, arguments.repeats):
+        print(*(row[key] for key in ("operation", "density", "median_ms", "copy_ms", "copy_over_median")))
+        done.append(row)
+    append(arguments.out, done)
 
 
 if __name__ == "__main__":

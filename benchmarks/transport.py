@@ -12,10 +12,7 @@ median. The load of the machine at the start is part of the row: whatever else r
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,8 +20,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
+
+from record import RESULTS, append, context
 
 from sparrowrl.config import Credentials
 from sparrowrl.delta.layout import Layout, TensorSpec, state_id
@@ -35,10 +33,6 @@ from sparrowrl.transport.node import NodeDirectory, RankStatus
 SEGMENT = 2 << 20
 COMMAND = [sys.executable, "-m", "sparrowrl.cli.main"]
 LAYOUT = Layout([TensorSpec("w", "BF16", (1 << 30,))])
-COLUMNS = [
-    "date", "commit", "direction", "connections", "bytes", "segments", "repeats", "ms", "ms_min", "ms_max",
-    "gbit_per_s", "journal_in", "load", "machine", "versions",
-]  # fmt: skip
 
 
 def main() -> None:
@@ -47,25 +41,20 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the journal goes")
-    parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "transport.csv")
+    parser.add_argument("--csv", type=Path, default=RESULTS / "transport.csv")
     args = parser.parse_args()
-    load = f"{os.getloadavg()[0]:.1f}"
+    about = context("aiohttp", "blake3")
     rows = []
     for connections in (1, 4):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             times = measure(Path(folder), connections, args.mebibytes << 20, args.repeats)
         rows += [
-            {**row(direction, connections, args.mebibytes << 20, ms), "journal_in": str(args.folder), "load": load}
+            {**row(direction, connections, args.mebibytes << 20, ms), "journal_in": str(args.folder), **about}
             for direction, ms in times.items()
         ]
-    new = not args.csv.exists()
-    with args.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append(args.csv, rows)
     for one in rows:
-        print({name: one[name] for name in COLUMNS[2:13]})
+        print({name: value for name, value in one.items() if name not in about})
 
 
 def measure(folder: Path, connections: int, size: int, repeats: int) -> dict[str, list[float]]:
@@ -148,11 +137,7 @@ def manifest(target: int, refs: list[SegmentRef]) -> Manifest:
 def row(direction: str, connections: int, size: int, ms: list[float]) -> dict[str, object]:
     """One line of the CSV file."""
     middle = statistics.median(ms)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    versions = ", ".join(f"{name} {version(name)}" for name in ("aiohttp", "blake3"))
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
         "direction": direction,
         "connections": connections,
         "bytes": size,
@@ -162,17 +147,7 @@ def row(direction: str, connections: int, size: int, ms: list[float]) -> dict[st
         "ms_min": round(min(ms), 1),
         "ms_max": round(max(ms), 1),
         "gbit_per_s": round(8 * size / middle / 1e6, 2),
-        "machine": f"{processor()}, {os.cpu_count()} cores",
-        "versions": f"python {platform.python_version()}, {versions}",
     }
-
-
-def processor() -> str:
-    """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":
