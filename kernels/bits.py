@@ -48,7 +48,7 @@ def cast_to_wire(t: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype not in _QUIET_NAN:
         raise LayoutError(f"expected a wire dtype among {sorted(map(str, _QUIET_NAN))}, got {dtype}")
     # A finite sum has no NaN in it. To look for NaNs takes a CPU several times as long as the cast.
-    if t.device.type == "cpu" and dtype == torch.bfloat16 and bool(t.detach().sum().isfinite()):
+    if t.device.type == "cpu" and dtype == torch.bfloat16 and t.itemsize > 1 and bool(t.detach().sum().isfinite()):
         return cast
     as_bits(cast).masked_fill_(cast.isnan(), _QUIET_NAN[dtype])
     return cast

@@ -39,7 +39,7 @@ class Credentials:
         """Read a credentials file. Raises ConfigError if it is missing or not of the documented form."""
         try:
             raw = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"credentials file {path}: {error}; make one with `sparrowrl init`") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"credentials file {path}: expected a JSON object, got {type(raw).__name__}")
@@ -54,13 +54,17 @@ class Credentials:
         return cls(run, bytes.fromhex(run_key), str(reader), writer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file with mode 0600; it must not exist yet."""
+        """Write the file with mode 0600. Raises OSError, leaving nothing behind; the file must not exist yet."""
         body: dict[str, str] = {"run": self.run, "run_key": self.run_key.hex(), "reader": self.reader}
         if self.writer is not None:
             body["writer"] = self.writer
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(body, file, indent=1)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(body, file, indent=1)
+        except OSError:
+            os.unlink(path)
+            raise
 
     def for_engines(self) -> Credentials:
         """The copy to hand to engines: without the writer token."""

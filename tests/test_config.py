@@ -51,6 +51,12 @@ def test_a_credentials_file_of_another_form_is_refused(tmp_path: Path, change: d
         Credentials.load(tmp_path / "c.json")
 
 
+def test_a_credentials_file_of_brackets_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"c\.json"):
+        Credentials.load(tmp_path / "c.json")
+
+
 def test_a_missing_credentials_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sparrowrl init"):
         Credentials.load(tmp_path / "nothing.json")
@@ -72,9 +78,7 @@ def test_the_environment_of_an_engine() -> None:
             "SPARROWRL_UNTESTED_VLLM": "1",
         }
     )
-    assert full == EngineConfig(
-        "http://127.0.0.1:1", Path("/tokens.json"), "e-1", "drain", 10, 8, 60, Path("/exports"), True
-    )
+    assert full == EngineConfig("http://127.0.0.1:1", Path("/tokens.json"), "e-1", "drain", 10, 8, 60, Path("/exports"))
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,32 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the credentials files, mode 0600. Raises ConfigError if one is there already: nothing is overwritten."""
+    """Write the credentials files, mode 0600: all or none. Raises ConfigError if one is there already (nothing is
+    overwritten) or cannot be written.
+    """
     credentials = Credentials.new(args.run)
     wanted = [(args.out, credentials)]
     if args.engine_out is not None:
         wanted.append((args.engine_out, credentials.for_engines()))
-    for path, _ in wanted:
-        if path.exists():
-            raise ConfigError(f"{path} exists; its run would lose its keys, so choose another name or delete it first")
-    for path, copy in wanted:
-        copy.save(path)
+    made: list[Path] = []
+    try:
+        for path, copy in wanted:
+            copy.save(path)
+            made.append(path)
+    except FileExistsError as error:
+        _take_back(made)
+        raise ConfigError(
+            f"{path} exists; its run would lose its keys, so choose another name or delete it first"
+        ) from error
+    except OSError as error:
+        _take_back(made)
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a file in a folder of yours") from error
+    for path in made:
         sys.stdout.write(f"{path}: credentials of run {credentials.run}\n")
     return 0
+
+
+def _take_back(made: list[Path]) -> None:
+    """The engines' copy is of no use without the trainer's file, nor that without the copy that was asked for."""
+    for path in made:
+        path.unlink()

@@ -13,6 +13,7 @@ from typing import Any
 from sparrowrl.cli.places import journals_at
 from sparrowrl.delta.chain import ArtifactRef
 from sparrowrl.delta.journal import Journal
+from sparrowrl.errors import VersionNotFound
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,7 +46,18 @@ def _run_summary(journal: Journal) -> dict[str, Any]:
         layout = journal.layout()
         head["state"] = journal.manifest_of(newest).target_state.hex()
         head |= {"tensors": len(layout), "weights": sum(spec.numel for spec in layout.tensors)}
-    return {**head, "artifacts": [_summary(journal, artifact) for artifact in artifacts], "drafts": drafts}
+    rows = [row for artifact in artifacts if (row := _summary_if_kept(journal, artifact)) is not None]
+    return {**head, "artifacts": rows, "drafts": drafts}
+
+
+def _summary_if_kept(journal: Journal, artifact: ArtifactRef) -> dict[str, Any] | None:
+    """None if the artifact is no longer kept: a trainer may be at work on this journal."""
+    try:
+        return _summary(journal, artifact)
+    except VersionNotFound:
+        if artifact in journal.at(artifact.target)[0]:
+            raise
+        return None
 
 
 def _summary(journal: Journal, artifact: ArtifactRef) -> dict[str, Any]:
@@ -64,7 +76,7 @@ def _summary(journal: Journal, artifact: ArtifactRef) -> dict[str, Any]:
         "segments": len(manifest.segments),
         "bytes": size,
         "bits_per_changed": 8 * size / manifest.changed if manifest.changed else None,
-        "created": datetime.fromtimestamp(manifest.created_ms / 1e3, UTC).isoformat(timespec="seconds"),
+        "created": _date(manifest.created_ms),
         "state": manifest.target_state.hex(),
         "base_state": manifest.base_state.hex() if manifest.base_state is not None else None,
         "layout": manifest.layout.hex(),
@@ -74,6 +86,7 @@ def _summary(journal: Journal, artifact: ArtifactRef) -> dict[str, Any]:
 def _details(journal: Journal, artifact: ArtifactRef) -> dict[str, Any]:
     manifest = journal.manifest(artifact.target, artifact.name)
     layout = journal.layout(manifest.layout)
+    manifest.check_layout(layout)
     tensors = []
     for change in manifest.tensors:
         spec = layout.tensors[change.number]
@@ -161,6 +174,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in (head, *rows)
     ]
+
+
+def _date(milliseconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(milliseconds / 1e3, UTC).isoformat(timespec="seconds")
+    except ValueError:  # after the year 9999
+        return f"{milliseconds} ms"
 
 
 def _size(number: int) -> str:

@@ -62,7 +62,7 @@ class Journal:
         self._run_key = run_key
         self._retention = retention
         self._directory = self.root / "runs" / run
-        self._writes = False
+        self._writer_process: int | None = None
         self._commit_lock = threading.Lock()
         self._tables: dict[int, tuple[int, ...]] = {}
         self._layouts: dict[bytes, Layout] = {}
@@ -235,13 +235,13 @@ class Journal:
         Raises JournalLocked, at once, if another process (or another Journal of this one) holds it.
         """
         with lock.writer_lock(self._directory / "writer.lock") as token:
-            self._writes = True
+            self._writer_process = os.getpid()
             try:
                 with files.as_journal_error(self._directory, "dropping unfinished artifacts of"):
                     self._drop_leftovers(keep_drafts)
                 yield token
             finally:
-                self._writes = False
+                self._writer_process = None
 
     def check_writer(self, token: str) -> None:
         """Raise JournalError unless the present writer of this directory is the one that got `token`."""
@@ -393,7 +393,7 @@ class Journal:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _check_writing(self, folder: Path) -> None:
-        if not self._writes:
+        if self._writer_process != os.getpid():  # a forked child has no lock
             raise JournalError(f"{folder}: expected the writer lock to be held; commit inside `with write_lock()`")
 
     def _check_same(self, path: Path, data: bytes) -> None:

@@ -49,8 +49,9 @@ def writer_lock(path: Path) -> Iterator[str]:
             os.pwrite(descriptor, json.dumps(owner).encode(), 0)
         yield token
     finally:
-        _held.discard(descriptor)
-        os.close(descriptor)
+        if descriptor in _held:  # not so in a forked child, where the number may be another file's by now
+            _held.discard(descriptor)
+            os.close(descriptor)
 
 
 def check_writer(path: Path, token: str) -> None:

@@ -51,7 +51,7 @@ def materialize(
 def bits_of_checkpoint(layout: Layout, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The bits intw[numel] of the layout's tensors, cast to the wire dtype; views where nothing need be cast.
 
-    Raises LayoutError for a tensor that is missing or has another shape.
+    Raises LayoutError for a tensor that is missing, has another shape, or is an integer where floats are expected.
     """
     found = []
     for spec in layout.tensors:
@@ -60,8 +60,11 @@ def bits_of_checkpoint(layout: Layout, weights: Mapping[str, torch.Tensor]) -> l
         tensor = weights[spec.name]
         if tuple(tensor.shape) != spec.shape:
             raise LayoutError(f"checkpoint: expected {spec.name} of {list(spec.shape)}, got {list(tensor.shape)}")
-        bits = wire_bits(tensor.cpu(), spec.torch_dtype)
-        found.append(bits)
+        if tensor.dtype != spec.torch_dtype and not (
+            tensor.dtype.is_floating_point and spec.torch_dtype.is_floating_point
+        ):
+            raise LayoutError(f"checkpoint: expected {spec.name} of {spec.dtype}, got {tensor.dtype}")
+        found.append(wire_bits(tensor.cpu(), spec.torch_dtype))
     return found
 
 

@@ -101,7 +101,7 @@ def _by_tensor(
     users: dict[tuple[ArtifactRef, SegmentRef], int] = {}
     for delta, manifest in zip(deltas, manifests, strict=True):
         for segment in manifest.segments:
-            numbers = tensors_in(journal.segment(delta.target, delta.name, segment))
+            numbers = tensors_in(journal.segment(delta.target, delta.name, segment), layout)
             users[delta, segment] = len(numbers)
             for number in numbers:
                 places.setdefault(number, []).append((delta, segment))

@@ -12,6 +12,8 @@ shards, rank 0 commits, and all ranks go on or all raise.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ import torch
 from sparrowrl.delta.blocks import Block
 from sparrowrl.delta.box import Box, first_overlap
 from sparrowrl.delta.keys import artifact_name
-from sparrowrl.delta.layout import U64_MASK, state_id
+from sparrowrl.delta.layout import DTYPE_NAMES, U64_MASK, state_id
 from sparrowrl.delta.manifest import Manifest, SegmentRef, TensorChange
 from sparrowrl.delta.ranks import Ranks, SingleProcess, together
 from sparrowrl.delta.segment import SegmentPacker
@@ -103,6 +105,10 @@ class Publisher:
         """
         if anchor_every < 0:
             raise ConfigError(f"anchor_every: expected 0 or more, got {anchor_every}")
+        if wire_dtype is not None and not (wire_dtype in DTYPE_NAMES and wire_dtype.is_floating_point):
+            raise ConfigError(f"wire_dtype: expected None or a floating-point dtype of the format, got {wire_dtype}")
+        self._process = os.getpid()
+        self._turn = threading.Lock()
         self._sink = sink
         self._wire_dtype = wire_dtype
         self._anchor_every = anchor_every
@@ -126,8 +132,15 @@ class Publisher:
 
         If it raises, on any rank, the version does not exist and no snapshot has moved: call it again, with these or
         newer weights. (Where a hub could not be asked whether it has committed, the next call finds out, and publishes
-        an anchor if need be.) Raises LayoutError, JournalError, TransportError.
+        an anchor if need be.) Threads take turns. Raises LayoutError, JournalError, TransportError, and ConfigError in
+        a forked process, which has neither the sink's lock nor its threads.
         """
+        if os.getpid() != self._process:
+            raise ConfigError(f"this publisher is that of process {self._process}; a fork of it cannot publish")
+        with self._turn:
+            return self._publish(named_tensors)
+
+    def _publish(self, named_tensors: NamedTensors) -> Published:
         if self._unsettled and self._newest() != (self._version, self._state):
             log.warning("run %s: the newest version is not this publisher's; taking a new snapshot", self._sink.run)
             return self._start(named_tensors)

@@ -188,11 +188,11 @@ def decode_segment(data: bytes, layout: Layout, device: torch.device | str = "cp
     return blocks
 
 
-def tensors_in(data: bytes) -> set[int]:
+def tensors_in(data: bytes, layout: Layout) -> set[int]:
     """The numbers of the tensors that a segment has blocks of, read from its header alone. Raises FormatError."""
     entries, _ = _read_head(data)
     rows = [limits.check_list("block", entry, 5) for entry in entries]
-    return {limits.check_int("block tensor", row[0], 0, limits.TENSORS) for row in rows}
+    return {limits.check_int("block tensor", row[0], 0, len(layout)) for row in rows}
 
 
 class _Boxes:

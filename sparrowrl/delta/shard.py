@@ -31,9 +31,14 @@ def local_shard(name: str, tensor: torch.Tensor, wire_dtype: torch.dtype | None,
     """This rank's part of `tensor`, whose floating-point weights (of 2 bytes and more) travel as `wire_dtype`; None
     keeps every dtype. A tensor that is no DTensor is taken to be whole on every rank.
 
-    Raises LayoutError for a dtype that docs/format.md does not have, or a placement other than Replicate and one
-    Shard.
+    Raises LayoutError for what is no dense tensor with data, for a dtype that docs/format.md does not have, or a
+    placement other than Replicate and one Shard.
     """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        got = (
+            f"one of {tensor.layout} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        )
+        raise LayoutError(f"{name}: expected a dense tensor that holds its weights, got {got}")
     dtype = tensor.dtype
     if wire_dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
         dtype = wire_dtype

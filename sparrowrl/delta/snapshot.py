@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,18 +48,20 @@ class Snapshot:
     def __init__(self, named: NamedTensors, wire_dtype: torch.dtype | None, rank: int) -> None:
         """Copies the bits and sums the fingerprints.
 
-        Raises LayoutError for two tensors of one name, or a dtype or placement that cannot be published.
+        Raises LayoutError for no tensors, two of one name, or a dtype or placement that cannot be published.
         """
         self._wire_dtype = wire_dtype
         self._rank = rank
         self._moves: list[tuple[int, SparseBlock | LocalShard, int]] = []
         specs, parts = [], dict[str, Part]()
-        for name, tensor in named:
+        for name, tensor in _pairs(named):
             shard = local_shard(name, tensor, wire_dtype, rank)
             specs.append(shard.spec)
             bits = wire_bits(shard.local, shard.spec.torch_dtype)
             total = fingerprint_of(bits, tensor_seed(name), shard.box)
             parts[name] = Part(shard.box, shard.first, bits.clone() if shard.first else None, total)
+        if not specs:
+            raise LayoutError("expected the model's tensors, got none; was this iterator used up before?")
         self.layout = Layout(specs)
         self.parts = [parts[spec.name] for spec in self.layout.tensors]
 
@@ -71,7 +73,7 @@ class Snapshot:
         """
         self._moves.clear()
         seen = set[int]()
-        for name, tensor in named:
+        for name, tensor in _pairs(named):
             number = self.layout.number(name)
             if number in seen:
                 raise LayoutError(f"expected distinct tensor names, got {name!r} twice")
@@ -131,3 +133,9 @@ class Snapshot:
             after = (before + int(come - gone)) & U64_MASK
             self._moves.append((number, sparse, after))
         yield Change(number, block, positions.numel(), before, after)
+
+
+def _pairs(named: NamedTensors) -> NamedTensors:
+    if isinstance(named, Mapping):
+        raise LayoutError("expected pairs of name and tensor, as of model.named_parameters(), got a dict: add .items()")
+    return named

@@ -37,14 +37,26 @@ def verify_artifact(journal: Journal, artifact: ArtifactRef) -> bool:
     every bit against its fingerprints; a delta's base and target state against its neighbours'. Raises FormatError.
     """
     manifest = journal.manifest(artifact.target, artifact.name)
-    layout = journal.layout(manifest.layout)
     try:
+        layout = journal.layout(manifest.layout)
         manifest.check_layout(layout)
         seen = _read(journal, artifact, manifest, layout)
     except (LayoutError, VersionNotFound) as error:
         raise CorruptData(f"{artifact.target}/{artifact.name}: {error}") from error
     _compare(f"{artifact.target}/{artifact.name}", manifest, layout, seen)
     return _check_states(journal, artifact, manifest)
+
+
+def verify_newest(journal: Journal) -> None:
+    """Raise CorruptData unless the origin or an anchor leads to the newest version: that way is never given up."""
+    newest = journal.newest()
+    if newest is None:
+        return
+    try:
+        journal.route(newest)
+    except VersionNotFound as error:
+        if journal.newest() == newest:  # else a commit came between, and what it made superfluous is gone
+            raise CorruptData(f"an artifact that leads to the newest version is missing: {error}") from error
 
 
 def verify_checkpoint(journal: Journal, version: int, weights: Mapping[str, torch.Tensor]) -> None:

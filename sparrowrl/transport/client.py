@@ -141,7 +141,10 @@ class HubSink:
         return self.submit(coroutine).result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the background loop."""
+        """Run a coroutine in the background loop. Raises ConfigError if that has ended."""
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise ConfigError("this HubSink was closed, or made before this process was forked: make a new one here")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def send(self, method: str, path: str, *, patience: float | None = None, **options: Any) -> bytes:

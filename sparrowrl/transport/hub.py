@@ -125,7 +125,8 @@ class Hub:
         except SparrowError as error:
             status, body = status_of(error), error_body(type(error).__name__, str(error))
         except web.HTTPException as error:
-            status, body = error.status, error_body("FormatError", f"{request.method} {request.path}: {error.reason}")
+            what = f"{request.method} {request.path}: {error.reason}; this hub serves run {self.journal.run}"
+            status, body = error.status, error_body("FormatError", what)
         except FileNotFoundError:
             status, body = 404, error_body("VersionNotFound", f"{request.path}: not kept any longer")
         except OSError as error:

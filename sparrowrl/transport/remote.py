@@ -70,8 +70,7 @@ class HubClient:
         self, url: str, credentials: Credentials, *, connections: int = 4, deadlines: Deadlines | None = None
     ) -> None:
         """`url` is http(s)://host[:port][/prefix]. Raises ConfigError. Make it inside a running event loop."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not _is_address(url):
             raise ConfigError(f"hub address: expected http://host:port or https://host, got {url!r}")
         self.url = url.rstrip("/")
         self.run = credentials.run
@@ -174,6 +173,15 @@ class HubClient:
         """Queue a request ("audit" or "export") for an engine; its id."""
         body = await self.request("POST", f"runs/{self.run}/engines/{engine}/requests", json={"kind": kind})
         return int(parse_json(body, "request")["id"])
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        right = parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # of the port, or of an IPv6 address
+        return False
+    return right and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def check_segment(segment: DraftSegment) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from helpers import assert_bits_equal
 from sparrowrl.config import Credentials
+from sparrowrl.delta.journal import Journal
 
 
 def one_line(outcome, status, *words):
@@ -36,7 +39,14 @@ def test_init_overwrites_nothing(sparrowrl, tmp_path):
     one_line(outcome, 2, "ConfigError", "engine.json")
     assert there.read_text() == "precious" and not (tmp_path / "new.json").exists()
     one_line(sparrowrl("init", "--run", "../x", "--out", tmp_path / "new.json"), 2, "run name")
-    one_line(sparrowrl("init", "--run", "r", "--out", tmp_path / "no" / "new.json"), 1, "FileNotFoundError")
+    one_line(sparrowrl("init", "--run", "r", "--out", tmp_path / "no" / "new.json"), 2, "ConfigError", "new.json")
+
+
+@pytest.mark.parametrize("second", ["new.json", "no/engine.json"])
+def test_init_makes_all_or_nothing(sparrowrl, tmp_path, second):
+    outcome = sparrowrl("init", "--run", "r", "--out", tmp_path / "new.json", "--engine-out", tmp_path / second)
+    one_line(outcome, 2, "ConfigError", second)
+    assert list(tmp_path.iterdir()) == []
 
 
 # inspect
@@ -98,6 +108,18 @@ def test_inspect_shows_drafts_and_empty_runs(sparrowrl, published):
     assert "run new: no version yet" in sparrowrl("inspect", published.root).out
 
 
+def test_inspect_of_a_manifest_that_says_odd_things(sparrowrl, published):
+    folder = published.root / "runs/run/v/1/0.fast"
+    manifest = published.journal.manifest(1, "0.fast")
+
+    def says(**changes):
+        (folder / "manifest").write_bytes(replace(manifest, **changes).encode(None))
+        return sparrowrl("inspect", folder)
+
+    assert "created 9007199254740991 ms" in says(created_ms=(1 << 53) - 1).out
+    one_line(says(tensors=(replace(manifest.tensors[0], number=9),)), 3, "CorruptData", "tensor number")
+
+
 def test_inspect_of_something_else(sparrowrl, tmp_path, published):
     for path in (tmp_path, tmp_path / "not there", published.key):
         one_line(sparrowrl("inspect", path), 2, "ConfigError", "expected a journal")
@@ -141,6 +163,7 @@ def test_verify_finds_a_version_that_was_cut_out(sparrowrl, published):
     published.journal.remove(next(a for a in published.journal.artifacts() if a.target == 1))
     outcome = sparrowrl("verify", published.root)
     assert outcome.out.count("states not checked") == 2
+    one_line(outcome, 3, "CorruptData", "newest version")
 
 
 def test_verify_compares_checkpoints(sparrowrl, published, tmp_path):
@@ -156,6 +179,42 @@ def test_verify_compares_checkpoints(sparrowrl, published, tmp_path):
     del weights["scalar"]
     save_file(weights, tmp_path / "bad.safetensors")
     one_line(sparrowrl("verify", published.root, "--checkpoint", tmp_path / "bad.safetensors"), 3, "scalar")
+
+
+def test_verify_compares_a_checkpoint_with_the_artifact_given(sparrowrl, published):
+    folder = published.root / "runs/run/v/1/0.fast"
+    assert "is version 1 " in sparrowrl("verify", folder, "--checkpoint", published.checkpoints[1]).out
+    one_line(sparrowrl("verify", folder, "--checkpoint", published.checkpoints[3]), 3, "version 1")
+
+
+def test_verify_finds_that_nothing_leads_to_the_newest(sparrowrl, published):
+    published.journal.remove(next(a for a in published.journal.artifacts() if a.kind == "anchor"))
+    assert sparrowrl("verify", published.root).status == 0
+    (published.root / "runs/run/v/2/1.fast/manifest").unlink()
+    outcome = sparrowrl("verify", published.root, "--key", published.key)
+    one_line(outcome, 3, "CorruptData", "newest version")
+    assert "3/2.fast" in outcome.out
+
+
+def test_verify_finds_a_missing_layout(sparrowrl, published):
+    next((published.root / "runs/run/layout").iterdir()).unlink()
+    one_line(sparrowrl("verify", published.root), 3, "CorruptData", "layout")
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_an_artifact_that_is_deleted_meanwhile_is_left_out(sparrowrl, published, monkeypatch, command):
+    read = Journal.manifest
+
+    def late(journal, target, name):
+        if target == 1:
+            for artifact in journal.at(1)[0]:
+                journal.remove(artifact)
+        return read(journal, target, name)
+
+    monkeypatch.setattr(Journal, "manifest", late)
+    outcome = sparrowrl(command, published.root)
+    assert outcome.status == 0 and "anchor" in outcome.out and not outcome.err
+    assert not any(line.split()[:2] == ["1", "delta"] or "1/0.fast" in line for line in outcome.out.splitlines())
 
 
 def test_verify_with_nothing_to_verify(sparrowrl, published, tmp_path):
@@ -183,7 +242,7 @@ def test_materialize_writes_a_version(sparrowrl, published, tmp_path, version):
     for name in expected:
         assert_bits_equal(got[name], expected[name])
     assert published.journal.manifest_of(version).target_state.hex() in done.out
-    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 def test_materialize_from_an_anchor_needs_no_base(sparrowrl, published, tmp_path):
@@ -192,7 +251,17 @@ def test_materialize_from_an_anchor_needs_no_base(sparrowrl, published, tmp_path
     assert_bits_equal(
         load_file(tmp_path / "out.safetensors")["a.weight"], load_file(published.checkpoints[3])["a.weight"]
     )
-    one_line(sparrowrl(*where, "--version", 1), 1, "VersionNotFound", "anchor")
+    one_line(sparrowrl(*where, "--version", 1), 2, "ConfigError", "anchor", "--base")
+    one_line(sparrowrl(*where, "--version", 9), 1, "VersionNotFound")
+
+
+@pytest.mark.parametrize("out", ["nowhere/out.safetensors", "folder", "key.json/out.safetensors", "device"])
+def test_materialize_refuses_a_place_that_is_no_file(sparrowrl, published, tmp_path, out):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "device")
+    where = ["materialize", "--journal", published.root, "--run", "run", "--out", tmp_path / out]
+    one_line(sparrowrl(*where), 2, "ConfigError", out)
+    assert (tmp_path / "device").is_fifo()
 
 
 def test_materialize_reads_a_folder_of_files(sparrowrl, published, tmp_path):

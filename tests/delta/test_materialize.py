@@ -117,3 +117,11 @@ def test_a_damaged_segment_is_found(trainer):
     path.write_bytes(data)
     with pytest.raises(CorruptData, match=path.name):
         materialize(journal, 1, trainer.history[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+def test_a_base_of_no_floats_is_refused(trainer, dtype):
+    trainer.run(1)
+    base = {**trainer.history[0], "scale": torch.tensor(2).to(dtype)}
+    with pytest.raises(LayoutError, match="expected scale of BF16"):
+        materialize(trainer.journal, 1, base)

@@ -19,7 +19,7 @@ from sparrowrl.delta.manifest import Manifest, SegmentRef, TensorChange
 from sparrowrl.delta.merge import merge
 from sparrowrl.delta.segment import SegmentPacker, decode_segment
 from sparrowrl.delta.sink import JournalSink
-from sparrowrl.errors import VersionNotFound
+from sparrowrl.errors import CorruptData, VersionNotFound
 from sparrowrl.kernels.bits import INT_OF_WIDTH
 
 LAYOUT = Layout(
@@ -191,3 +191,15 @@ def test_merged_artifacts_are_of_the_same_bytes_in_any_order(tmp_path, monkeypat
     assert [journal.segment(4, made.name, ref) for ref in straight[0].segments] == straight[1]
     states = [journal.manifest_of(version).target_state for version in journal.versions()]
     assert all(a != b for a, b in pairwise(states))
+
+
+def test_a_segment_of_a_tensor_that_is_not_there_is_found(trainer, monkeypatch):
+    trainer.run(2)
+    journal = trainer.journal
+    other = Layout([TensorSpec(f"t{number}", "BF16", (4,)) for number in range(99)])
+    packer = SegmentPacker(other)
+    packer.add(SparseBlock(98, Box.whole(4), torch.tensor([1]), torch.tensor([1], dtype=torch.int16)))
+    (segment,) = packer.flush()
+    monkeypatch.setattr(journal, "segment", lambda *_: segment)
+    with pytest.raises(CorruptData, match="block tensor"):
+        merge(journal, 0, 2)

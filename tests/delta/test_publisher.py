@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from sparrowrl.delta.manifest import Manifest
 from sparrowrl.delta.materialize import materialize
 from sparrowrl.delta.publisher import Publisher, _sum_of_parts
 from sparrowrl.delta.sink import JournalSink
-from sparrowrl.errors import ConfigError, JournalError, JournalLocked, LayoutError
+from sparrowrl.errors import ConfigError, JournalError, JournalLocked, LayoutError, SparrowError
 
 
 def assert_same(got, expected):
@@ -182,6 +184,75 @@ def test_parameters_that_require_grad(tmp_path, credentials):
     publisher.publish(model.named_parameters())
     expected = {name: t.detach().bfloat16() for name, t in model.named_parameters()}
     assert_same(materialize(sink.journal, 1, base), expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.bool, torch.complex64, torch.float8_e8m0fnu, "bfloat16"]
+)
+def test_a_wire_dtype_that_would_lose_weights_is_refused(tmp_path, credentials, dtype):
+    with pytest.raises(ConfigError, match="wire_dtype"):
+        Publisher(JournalSink(tmp_path, credentials), {"w": torch.randn(3)}.items(), wire_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(3, device="meta"), torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), [1.0], None],
+)
+def test_what_is_no_tensor_with_weights_is_refused(tmp_path, credentials, tensor):
+    with pytest.raises(LayoutError, match="w: expected a dense tensor"):
+        Publisher(JournalSink(tmp_path, credentials), [("w", tensor)])
+
+
+def test_no_tensors_are_refused(tmp_path, credentials):
+    used_up = iter([("w", torch.zeros(3))])
+    list(used_up)
+    with pytest.raises(LayoutError, match="used up"):
+        Publisher(JournalSink(tmp_path, credentials), used_up)
+
+
+def test_a_dict_is_refused_with_advice(tmp_path, credentials, trainer):
+    with pytest.raises(LayoutError, match=r"\.items\(\)"):
+        Publisher(JournalSink(tmp_path / "new", credentials), trainer.weights)
+    with pytest.raises(LayoutError, match=r"\.items\(\)"):
+        trainer.publisher.publish(trainer.weights)
+    trainer.run(1)
+
+
+def test_threads_take_turns(trainer):
+    trainer.step()
+    with ThreadPoolExecutor(4) as pool:
+        tasks = [pool.submit(trainer.publisher.publish, trainer.weights.items()) for _ in range(4)]
+    assert sorted(task.result().version for task in tasks) == [1, 2, 3, 4]
+    assert_same(materialize(trainer.journal, 4, trainer.history[0]), trainer.wire())
+
+
+def in_a_fork(work):
+    """What `work` raises in a forked child, as its class name and message."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        message = "nothing"
+        try:
+            work()
+        except SparrowError as error:
+            message = f"{type(error).__name__}: {error}"
+        os.write(writer, message.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        message = pipe.read().decode()
+    os.waitpid(child, 0)
+    return message
+
+
+def test_a_fork_cannot_publish(trainer):
+    trainer.step()
+    assert "ConfigError" in in_a_fork(lambda: trainer.publisher.publish(trainer.weights.items()))
+    assert "JournalError" in in_a_fork(
+        lambda: Publisher(trainer.sink, {n: t for n, t in trainer.wire().items()}.items())
+    )
+    assert trainer.journal.newest() == 0
+    assert trainer.publish().version == 1
 
 
 def test_a_negative_anchor_interval_is_refused(tmp_path, credentials):

@@ -70,7 +70,7 @@ def test_blocks_of_many_tensors_share_a_segment() -> None:
     (segment,) = pack(LAYOUT, blocks)
     for got, expected in zip(decode_segment(segment, LAYOUT), blocks, strict=True):
         assert_same_block(got, expected)
-    assert tensors_in(segment) == {0, 1, 2, 3, 5}
+    assert tensors_in(segment, LAYOUT) == {0, 1, 2, 3, 5}
     assert len(segment) % 4 == 0
 
 

@@ -121,6 +121,13 @@ def test_one_cast_nan_among_others(others: float) -> None:
     assert_bits_equal(got, want)
 
 
+def test_one_byte_floats_are_cast_too() -> None:
+    for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
+        new = torch.tensor([1.5, float("nan"), -0.0]).to(narrow)
+        expected = torch.tensor([0x3FC0, 0x7FC0, -0x8000], dtype=torch.int16)
+        assert_bits_equal(as_bits(cast_to_wire(new, torch.bfloat16)), expected)
+
+
 def test_same_dtype_is_not_touched() -> None:
     payload = torch.tensor([0x7F81, -1], dtype=torch.int16).view(torch.bfloat16)
     assert cast_to_wire(payload, torch.bfloat16) is payload

@@ -127,10 +127,28 @@ def test_wrong_tokens_and_missing_tokens(hub: Any, credentials: Credentials) -> 
     sink.close()
 
 
-@pytest.mark.parametrize("url", ["", "localhost:1", "ftp://x", "http://", "http://x/?a=b", "http://x/#y"])
+@pytest.mark.parametrize(
+    "url", ["", "localhost:1", "ftp://x", "http://", "http://x/?a=b", "http://x/#y", "http://x:99999", "http://[::1"]
+)
 def test_a_bad_address_is_refused(credentials: Credentials, url: str) -> None:
     with pytest.raises(ConfigError, match="hub address"):
         HubSink(url, credentials)
+
+
+def test_a_closed_sink_says_so(sink: HubSink) -> None:
+    weights = {"w": torch.arange(8).bfloat16()}
+    publisher = Publisher(sink, weights.items())
+    sink.close()
+    with pytest.raises(ConfigError, match="closed"):
+        publisher.publish(weights.items())
+
+
+def test_a_run_that_the_hub_does_not_serve(hub: Any, credentials: Credentials) -> None:
+    with (
+        HubSink(hub.url, replace(credentials, run="other")) as sink,
+        pytest.raises(RemoteRefused, match="serves run run-1"),
+    ):
+        sink.lead()
 
 
 def test_what_the_hub_refuses_is_not_repeated(sink: HubSink, trainer: Any, credentials: Credentials) -> None:
