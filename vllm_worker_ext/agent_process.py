@@ -14,6 +14,7 @@ _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _STEADY_S = 60.0  # one that lived as long as this is restarted at once
 _LEAVE_S = 5.0
+_GRACE_S = 10.0  # what an agent has to put its node directory in order, before another is asked to
 
 logger = logging.getLogger("sparrowrl")
 
@@ -49,6 +50,12 @@ class AgentProcess:
         elif now >= self._again_at:
             self._again_at, self._started = None, now
             self._process = self._start()
+
+    def renew(self) -> None:
+        """Kill one that has had time to put its node directory in order, so that `poll` starts another."""
+        if time.monotonic() - self._started > _GRACE_S and self._process.poll() is None:
+            logger.error("the agent (pid %d) is killed, for the next to fetch what is damaged", self._process.pid)
+            self._process.kill()
 
     def close(self) -> None:
         """Tell it to leave, and kill it if it does not within 5 s."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from sparrowrl.config import EngineConfig
 from sparrowrl.delta.manifest import Manifest
-from sparrowrl.errors import DeadlineExceeded, FingerprintMismatch, SparrowError, StateError, UnknownState
+from sparrowrl.errors import CorruptData, DeadlineExceeded, FingerprintMismatch, SparrowError, StateError, UnknownState
 from sparrowrl.transport.node import Activation, Answer, EngineStatus, ErrorInfo, NodeDirectory, Request
 from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
 from sparrowrl.vllm_worker_ext.hooks import JOB
@@ -29,6 +29,10 @@ _CALL_S = 600.0  # for one call of the workers: an audit or a restore of a large
 _JOIN_S = 10.0
 _KEPT = 64
 _PROGRESS_S = 10.0
+_GONE = (
+    "the node directory %s was removed: this engine stays at version %s until it is started again "
+    "(does systemd-logind clear /dev/shm when its user logs out? See RemoveIPC in logind.conf)"
+)
 
 logger = logging.getLogger("sparrowrl")
 
@@ -180,20 +184,31 @@ class Follower:
     # The watcher's thread.
 
     def _watch(self) -> None:
+        told = ""
         while not self._stop.wait(_POLL_S):
             self._agent.poll()
+            problem = ""
             try:
                 self._write()
                 if not self._busy.is_set():
                     self._look()
             except (SparrowError, OSError) as error:
-                if not self._stop.is_set():
-                    logger.error("node directory %s: %s", self._node.root, error)
+                problem = f"node directory {self._node.root}: {error}"
+                if isinstance(error, CorruptData):
+                    self._agent.renew()
+            if problem not in ("", told) and not self._stop.is_set():
+                logger.error(problem)
+            told = problem
+            if not self._stop.is_set() and not self._node.root.exists():
+                logger.error(_GONE, self._node.root, self.status.version)
+                return
 
     def _look(self) -> None:
         """Submit what the node directory says is to be done."""
         ready, request = self._ready(), self._node.request.read()
         error = next((rank.error for rank in self._node.ranks().values() if rank.error is not None), None)
+        if error is not None and error.error == CorruptData.__name__:
+            self._agent.renew()
         if ready is not None:
             self._submit(partial(self._activate, ready))
         elif request is not None and request.id != self._answered:

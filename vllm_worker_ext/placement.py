@@ -137,7 +137,7 @@ def learn_placement(model: Model, layout: Layout) -> Placement:
     except _LOADER_ERRORS as error:
         raise PlacementError(
             f"{watch.name}: expected a plain copy into the engine's tensors, but the model's loader failed with "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {str(error) or 'no reason given'}; is this the model that the trainer trains?"
         ) from error
     storages.check_unmoved(model)
     aliases = _find_aliases(layout, watch.pieces, storages)
@@ -198,7 +198,10 @@ class _Storages:
             for name in names:
                 p = self.named[name]
                 if marks is not None and not marks.as_strided(p.shape, p.stride(), p.storage_offset()).all():
-                    raise PlacementError(f"{name}: expected every element to come from the checkpoint, but some do not")
+                    raise PlacementError(
+                        f"{name}: expected every element to come from the checkpoint, but some do not; "
+                        "is this the model that the trainer trains?"
+                    )
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

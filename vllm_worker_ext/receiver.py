@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from sparrowrl.config import Credentials
 from sparrowrl.delta.keys import artifact_key, layout_key
 from sparrowrl.delta.layout import U64_MASK, Layout, state_id
-from sparrowrl.errors import FingerprintMismatch, StateError, UnknownState
+from sparrowrl.errors import CorruptData, FingerprintMismatch, StateError, UnknownState
 from sparrowrl.kernels.fingerprint import fingerprint
 from sparrowrl.transport.node import ErrorInfo, NextArtifact, NodeDirectory, RankStatus
 from sparrowrl.vllm_worker_ext.changes import Change, sums
@@ -63,6 +64,7 @@ class Receiver:
         self._active: str | None = None  # key of the artifact that brought us here
         self._refused: NextArtifact | None = None  # what failed to be staged or activated: not tried again as it is
         self._error: ErrorInfo | None = None
+        self._status: RankStatus | None = None  # what was written last, or should have been
 
     # The calls of docs/protocol.md section 5. None raises.
 
@@ -156,14 +158,17 @@ class Receiver:
         assert self._node is not None
         wanted: NextArtifact | None = None
         try:
+            self._keep_status()
             wanted = self._node.next.read()
             with self._lock:
                 staged = self._begin(wanted)
             if staged is None or wanted is None:
                 return False
-            self._stage(staged, wanted, stream)
-        except FileNotFoundError:
-            return True  # given up by the agent meanwhile: next.json says something else by now
+            try:
+                self._stage(staged, wanted, stream)
+            except FileNotFoundError as error:
+                if self._node.next.read() == wanted:  # else it was given up by the agent meanwhile
+                    raise CorruptData(f"{error.filename}: listed in next.json, but not there any more") from error
         except Exception as error:  # noqa: BLE001 - nobody else would see it: what stops this thread must be reported
             with self._lock:
                 self._refuse(wanted, error)
@@ -346,15 +351,26 @@ class Receiver:
         if self._node is None:
             return
         staged = self._staged
-        self._node.rank(self.rank).write(
-            RankStatus(
-                rank=self.rank,
-                pid=os.getpid(),
-                version=self._held.version,
-                state=None if self._held.state is None else self._held.state.hex(),
-                condition="exact" if self._held.exact else "unknown",
-                staged=staged.artifact.key if staged is not None and staged.manifest is not None else None,
-                stage_ms=staged.milliseconds if staged is not None else 0.0,
-                error=self._error,
-            )
+        self._status = RankStatus(
+            rank=self.rank,
+            pid=os.getpid(),
+            version=self._held.version,
+            state=None if self._held.state is None else self._held.state.hex(),
+            condition="exact" if self._held.exact else "unknown",
+            staged=staged.artifact.key if staged is not None and staged.manifest is not None else None,
+            stage_ms=staged.milliseconds if staged is not None else 0.0,
+            error=self._error,
         )
+        with suppress(OSError):  # the directory is full, or gone; _keep_status tries again
+            self._node.rank(self.rank).write(self._status)
+
+    def _keep_status(self) -> None:
+        """Write the status again if its file does not say it: it could not be written, or somebody else was at it."""
+        assert self._node is not None
+        with self._lock:
+            try:
+                there = self._node.rank(self.rank).read()
+            except CorruptData:
+                there = None
+            if there != self._status:
+                self._write_status()

@@ -14,7 +14,7 @@ from sparrowrl.delta.box import Box, first_overlap
 from sparrowrl.delta.layout import U64_MASK, state_id
 from sparrowrl.delta.manifest import Manifest
 from sparrowrl.delta.segment import decode_segment
-from sparrowrl.errors import CorruptData, FingerprintMismatch, UnknownState, WrongBase
+from sparrowrl.errors import CorruptData, FingerprintMismatch, FormatError, UnknownState, WrongBase
 from sparrowrl.transport.node import NextArtifact, NodeDirectory
 from sparrowrl.vllm_worker_ext.changes import Change, changes_of, sums
 from sparrowrl.vllm_worker_ext.placement import Placement
@@ -133,16 +133,26 @@ def check_base(artifact: NextArtifact, held: Held) -> None:
 
 
 def read_segment(node: NodeDirectory, artifact: NextArtifact, name: str) -> bytes:
-    """A segment's bytes. Raises FileNotFoundError, or CorruptData if they are not those of its name."""
-    data = node.key_path(f"{artifact.key}/{name}.seg").read_bytes()
+    """A segment's bytes. Raises FileNotFoundError, or CorruptData if they are not those of its name.
+
+    Such a file is deleted, so that an agent fetches it again.
+    """
+    path = node.key_path(f"{artifact.key}/{name}.seg")
+    data = path.read_bytes()
     if blake3(data).hexdigest() != name:
+        path.unlink(missing_ok=True)
         raise CorruptData(f"{artifact.key}/{name}.seg: its {len(data)} bytes do not have the hash that is its name")
     return data
 
 
 def read_manifest(node: NodeDirectory, artifact: NextArtifact, run: str, run_key: bytes) -> Manifest:
-    """An artifact's manifest, MAC checked. Raises FileNotFoundError, FormatError."""
-    manifest = Manifest.decode(node.key_path(f"{artifact.key}/manifest").read_bytes(), run_key)
+    """An artifact's manifest, MAC checked. Raises FileNotFoundError, FormatError; a file that is bad is deleted."""
+    path = node.key_path(f"{artifact.key}/manifest")
+    try:
+        manifest = Manifest.decode(path.read_bytes(), run_key)
+    except FormatError:
+        path.unlink(missing_ok=True)
+        raise
     if manifest.run != run:
         raise CorruptData(f"{artifact.key}: expected run {run}, got {manifest.run}")
     return manifest

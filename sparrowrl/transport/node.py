@@ -144,9 +144,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace the file at `path` in one step (not durable: for memory file systems)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_writes)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class JsonFile(Generic[T]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from helpers import assert_bits_equal, wait_for
 from sparrowrl.errors import DeadlineExceeded, EngineUnsupported, UnknownState
 from sparrowrl.vllm_worker_ext.follower import Follower
 from sparrowrl.vllm_worker_ext.versions import facts
+from sparrowrl.vllm_worker_ext.worker_extension import receiver_of
 
 pytestmark = pytest.mark.vllm
 Start = Callable[..., Any]
@@ -437,6 +439,49 @@ def test_a_dead_agent_is_replaced(site: Callable[..., Site]) -> None:
     s.trainer.step()
     s.reach(1)
     assert s.follower._agent._process.pid != agent.pid
+
+
+def test_what_was_damaged_in_the_node_directory_is_fetched_again(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sparrowrl.vllm_worker_ext.agent_process._GRACE_S", 3.0)
+    s = site()
+    receiver = receiver_of(worker_of(s.engine()))
+    node = s.follower._node
+
+    def fetched(version: int) -> bool:
+        wanted = node.next.read()
+        return wanted is not None and wanted.committed and wanted.target == version
+
+    for version in (1, 2, 3):
+        with receiver._lock:  # nothing is staged meanwhile
+            s.trainer.step()
+            wait_for(lambda version=version: fetched(version), 60, f"version {version} to be fetched")  # type: ignore[misc]
+            folder = node.root / f"runs/test/v/{version}/{version - 1}.fast"
+            segment = next(folder.glob("*.seg"))
+            if version == 1:
+                segment.write_bytes(bytes(segment.stat().st_size))
+            elif version == 2:
+                segment.unlink()
+            else:
+                (folder / "manifest").unlink()
+        s.reach(version)
+    caplog.clear()
+    node.next.path.write_text("garbage")
+    s.trainer.step()
+    s.reach(4)
+    assert sum("next.json" in record.message for record in caplog.records) <= 2  # the follower and the rank
+
+
+def test_an_engine_whose_node_directory_was_removed_says_so_once(
+    site: Callable[..., Site], caplog: pytest.LogCaptureFixture
+) -> None:
+    s = site()
+    llm = s.engine()
+    shutil.rmtree(s.follower._node.root)
+    wait_for(lambda: not s.follower._watcher.is_alive(), 60, "the follower to give up")
+    assert [record.message for record in caplog.records if "RemoveIPC" in record.message]
+    assert generate(llm, PROMPTS)
 
 
 def test_audits_come_every_n_versions(site: Callable[..., Site]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -272,15 +273,42 @@ def test_a_missing_segment_a_corrupt_one_and_a_forged_manifest(bench: Callable[.
     b.offer_again()
     offer(names)
     wait_for(lambda: "hash that is its name" in b.refused(), 60, "the corrupt segment to be noticed")
+    assert not (folder / f"{names[0]}.seg").exists()  # for an agent to fetch it again
+    b.offer_again()
+    offer(names)
+    wait_for(lambda: "not there any more" in b.refused(), 60, "the missing segment to be noticed")
     (folder / f"{names[0]}.seg").write_bytes(whole)
     (folder / "manifest").write_bytes(manifest.encode(bytes(32)))
     b.offer_again()
     offer(names)
     wait_for(lambda: "MAC" in b.refused(), 60, "the forged manifest to be noticed")
+    assert not (folder / "manifest").exists()
+    (folder / "manifest").write_bytes(manifest.encode(b.trainer.credentials.run_key))
     assert b.call("audit")["version"] == 0
     b.offer_again()
     assert b.call("activate", b.stage(1, "0.fast"))["ok"]
     b.assert_holds(weights, 1)
+
+
+def test_a_status_that_was_lost_is_written_again(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    b = bench("qwen3")
+    b.attach()
+    path = b.fetched.node.rank(0).path
+    path.unlink()
+    wait_for(path.exists, 60, "the status that was deleted")
+    path.write_text("[]")
+    wait_for(lambda: path.read_text() != "[]", 60, "the status that was overwritten")
+    b.trainer.step()
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    key = b.stage(1, "0.fast")
+    with monkeypatch.context() as patched:
+        patched.setattr("sparrowrl.transport.node.write_atomically", full)
+        assert b.call("activate", key)["ok"]
+        assert b.status().version == 0
+    wait_for(lambda: b.status().version == 1, 60, "the status, once there is room again")
 
 
 def test_blocks_that_overlap_or_do_not_add_up_are_refused(bench: Callable[..., Bench]) -> None:
