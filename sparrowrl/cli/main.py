@@ -15,6 +15,7 @@ from sparrowrl.errors import ConfigError, FormatError, SparrowError, StateError,
 COMMANDS = {
     "init": "make the credentials of a new run",
     "hub": "serve a journal to engines and trainers",
+    "engines": "show which engine is at which version",
     "agent": "fetch versions for the engine on this node",
     "demo": "train and serve a small model here, in sync",
     "inspect": "show what a journal, a run or an artifact holds",
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 interrupted, 141 nobody reads the output any more. Errors are one line on standard error.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if sys.stdout is None:  # closed by the shell (>&-): nobody reads
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         status = _run(arguments)

@@ -99,3 +99,8 @@ def test_the_frameworks_are_not_imported(published):
     command = [sys.executable, "-c", script, "inspect", str(published.root)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_standard_output(sparrowrl, published, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main.main(["inspect", str(published.root)]) == 0
