@@ -131,7 +131,9 @@ class Desk:
             raise VersionNotFound(f"engine {engine} has not been heard by this hub; known engines: {known}")
         if len(self.requests(engine)) >= _REQUESTS_PER_ENGINE:
             raise LimitExceeded(f"engine {engine}: {_REQUESTS_PER_ENGINE} requests wait already; is it alive?")
-        number = self.notes.last_request + 1
+        # A hub that lost its disk counts from 0, and an engine's old answer must not pass for one to a new request.
+        answered = (answer.id for answer in self._statuses[engine][1].answers)
+        number = max(self.notes.last_request, *answered, 0) + 1
         asked = (*self.notes.asked, Asked(engine, number, kind))
         self._write(replace(self.notes, last_request=number, asked=asked))
         return number

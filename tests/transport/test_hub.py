@@ -395,3 +395,11 @@ async def test_requests_and_numbers_survive_a_killed_hub(hub_process: Any, crede
         await client.send_status("e", b'{"answers": [{"id": 1, "kind": "audit", "ok": true}]}')
         assert [asked.id for asked in (await client.feed(None, "e", 0.0)).requests] == [2]
         assert await client.ask("e", "audit") == 3
+
+
+async def test_an_old_answer_never_passes_for_one_to_a_new_request(call: Caller, credentials: Credentials) -> None:
+    old = {"answers": [{"id": 7, "kind": "audit", "ok": True}]}  # from before this hub lost its disk
+    assert (await call("POST", "/runs/run-1/engines/e", credentials.reader, json=old))[0] == 200
+    ask = "/runs/run-1/engines/e/requests"
+    assert await call("POST", ask, credentials.writer, json={"kind": "audit"}) == (200, {"id": 8})
+    assert await call("POST", ask, credentials.writer, json={"kind": "audit"}) == (200, {"id": 9})
