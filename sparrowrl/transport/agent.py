@@ -61,9 +61,14 @@ class Announcer:
         if self._timer is None:
             return
         self._timer.cancel()
-        self._timer = None
         begin = time.monotonic()
-        self._node.next.write(self._source())
+        try:
+            self._node.next.write(self._source())
+        except OSError as error:  # no room, or the directory is gone: nothing else would say it again
+            log.warning("next.json: %s", error)
+            self._timer = asyncio.get_running_loop().call_later(_LONGEST_PAUSE, self.flush)
+            return
+        self._timer = None
         self._pause = max(_NEXT_SECONDS, 20 * (time.monotonic() - begin))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from blake3 import blake3
 
@@ -16,8 +18,9 @@ from helpers import wait_for
 from sparrowrl.config import Credentials
 from sparrowrl.delta.journal import Journal
 from sparrowrl.delta.publisher import Publisher
+from sparrowrl.transport import agent as agent_module
 from sparrowrl.transport.client import HubSink
-from sparrowrl.transport.node import Answer, EngineStatus, NextArtifact, NodeDirectory, Request
+from sparrowrl.transport.node import Answer, EngineStatus, NextArtifact, NodeDirectory, Request, write_atomically
 from sparrowrl.transport.remote import HubClient
 
 SECONDS = 30.0
@@ -292,3 +295,24 @@ def test_a_wrong_token_is_said_in_agent_json(
     wait_for(lambda: "Unauthorized" in str((s := node.agent.read()) and s.error), 60, "the error in agent.json")
     status = node.agent.read()
     assert status is not None and not status.connected
+
+
+async def test_an_announcement_for_which_there_is_no_room_comes_later(
+    node: NodeDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "_LONGEST_PAUSE", 0.01)
+    tried: list[bytes] = []
+
+    def full_once(path: Path, data: bytes) -> None:
+        tried.append(data)
+        if len(tried) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, data)
+
+    monkeypatch.setattr("sparrowrl.transport.node.write_atomically", full_once)
+    wanted = NextArtifact("runs/run-1/v/1/0.fast", "delta", 0, 1)
+    agent_module.Announcer(node).show(lambda: wanted)
+    async with asyncio.timeout(SECONDS):
+        while node.next.read() != wanted:
+            await asyncio.sleep(0.01)
+    assert len(tried) == 2
