@@ -23,6 +23,7 @@ import pytest
 
 from helpers import assert_bits_equal, wait_for
 from sparrowrl.config import Credentials
+from sparrowrl.transport.node import remove_stale
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -168,6 +169,7 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        remove_stale()
 
 
 def _descendants(pid: int) -> set[int]:

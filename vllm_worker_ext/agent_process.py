@@ -16,7 +16,8 @@ _STEADY_S = 60.0  # one that lived as long as this is restarted at once
 _LEAVE_S = 5.0
 _GRACE_S = 10.0  # what an agent has to put its node directory in order, before another is asked to
 
-logger = logging.getLogger("sparrowrl")
+# A child of vLLM's logger, whose lines therefore show among the engine's own.
+logger = logging.getLogger("vllm.sparrowrl")
 
 
 class AgentProcess:

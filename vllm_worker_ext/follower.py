@@ -34,7 +34,8 @@ _GONE = (
     "(does systemd-logind clear /dev/shm when its user logs out? See RemoveIPC in logind.conf)"
 )
 
-logger = logging.getLogger("sparrowrl")
+# A child of vLLM's logger, whose lines therefore show among the engine's own.
+logger = logging.getLogger("vllm.sparrowrl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,7 @@ class Follower:
             now = time.monotonic()
             if now > deadline or now > told + _PROGRESS_S:
                 told = now
-                agent = self._node.agent.read()
-                errors = [agent.error] if agent is not None else []
-                errors += [rank.error for rank in self._node.ranks().values()]
-                known = "; ".join(f"{e.error}: {e.message}" for e in errors if e is not None) or "no error so far"
+                known = self._known_trouble()
                 if now > deadline:
                     raise DeadlineExceeded(
                         f"waited {self._config.start_timeout} s (SPARROWRL_START_TIMEOUT) for {what} from the hub at "
@@ -172,6 +170,18 @@ class Follower:
                 logger.warning("waiting for %s from the hub at %s: %s", what, self._config.hub, known)
             self._stop.wait(_POLL_S)
         return found
+
+    def _known_trouble(self) -> str:
+        """What keeps this engine from its start, the ranks' own errors first: they are the cause of the agent's."""
+        agent = self._node.agent.read()
+        errors = [rank.error for rank in self._node.ranks().values()]
+        errors += [agent.error] if agent is not None else []
+        known = "; ".join(f"{error.error}: {error.message}" for error in errors if error is not None)
+        if known or agent is None or not agent.connected:
+            return known or "no error so far"
+        if agent.newest is None:
+            return "the hub answers, but the run has no version yet: start its trainer (sparrowrl.Publisher)"
+        return "no error so far"
 
     def _known_newest(self) -> int | None:
         agent = self._node.agent.read()

@@ -136,7 +136,8 @@ class Receiver:
             self._held = Held(True, 0, origin.target_state, wanted)
         except FingerprintMismatch as error:
             self._held = Held(exact=False)
-            self._error = ErrorInfo.of(error)
+            advice = "serve the checkpoint that training started from, or have the trainer publish an anchor"
+            self._error = ErrorInfo.of(FingerprintMismatch(f"{error}; {advice}"))
         self._thread = threading.Thread(target=self._follow, name="sparrowrl-stager", daemon=True)
         self._thread.start()
         return "" if self._error is None else self._error.message

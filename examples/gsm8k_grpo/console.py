@@ -37,11 +37,11 @@ class Console:
         """What is going on now; with the seconds since the start."""
         now = time.monotonic()
         if self._out.isatty():
-            self._out.write(f"\r\x1b[K{text} ({now - self._began:.0f} s)")
+            self._out.write(f"\r\x1b[K{now - self._began:4.0f} s  {text}")
             self._out.flush()
             self._pending = True
         elif now - self._shown >= _QUIET_S:
-            self.say(f"... {text} ({now - self._began:.0f} s)")
+            self.say(f"{now - self._began:4.0f} s  {text}")
 
     def _clear(self) -> None:
         if self._pending:

@@ -68,6 +68,10 @@ def choose(engine: EngineView, feed: Feed) -> Choice | None:
     Raises VersionNotFound if nothing the hub has leads from the engine's state to the newest version.
     """
     newest = feed.newest
+    if newest is None and engine.version > 0:
+        raise VersionNotFound(
+            f"the engine holds version {engine.version}, but the hub has no version of this run: was its journal lost?"
+        )
     if newest is None:
         return None
     if engine.trusted and engine.version == newest:

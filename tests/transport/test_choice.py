@@ -21,7 +21,9 @@ def feed(newest: int | None, bases: tuple[Span, ...] = (), anchor: int | None = 
 
 def test_each_rule() -> None:
     at_3 = EngineView(3, "ab", True)
-    assert choose(at_3, feed(None)) is None
+    assert choose(EngineView(0, "ab", True), feed(None)) is None
+    with pytest.raises(VersionNotFound, match="was its journal lost"):
+        choose(at_3, feed(None))
     assert choose(at_3, feed(3, (Span(0, 2),))) is None
     assert choose(at_3, feed(3, (), None, "4/3.fast")) == Choice(4, "delta", 3, draft=True)
     assert choose(at_3, feed(3, (), None, "4/anchor.dense", "4/2.fast", "5/3.fast")) is None
