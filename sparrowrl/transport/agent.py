@@ -17,7 +17,7 @@ from typing import Any
 
 from sparrowrl.config import Credentials
 from sparrowrl.delta import keys
-from sparrowrl.errors import ConfigError, CorruptData, SparrowError, VersionNotFound, WrongBase
+from sparrowrl.errors import ConfigError, CorruptData, FingerprintMismatch, SparrowError, VersionNotFound, WrongBase
 from sparrowrl.transport.choice import Choice, EngineView, Feed, choose
 from sparrowrl.transport.fetch import Fetch, fetch_manifest, mirror_layout
 from sparrowrl.transport.node import (
@@ -237,6 +237,9 @@ class Agent:
     async def _step(self, hub: HubClient, feed: Feed) -> None:
         """Begin, keep or give up a fetch, whatever hub and engine make right now."""
         view = self._view()
+        if view is not None and self._refused():
+            self._distrusted = (view.version, view.state)
+            view = self._view()
         if self._fetch is not None and not _applies(self._fetch, view, feed):
             await self._give_up()
         if self._task is not None and self._task.done():
@@ -250,6 +253,13 @@ class Agent:
                 self._work_error = None
             else:
                 self._begin(hub, choice, view)
+
+    def _refused(self) -> bool:
+        """Whether a worker finds that a delta, all of it, does not lead from what it holds to where it should."""
+        if not self._complete or self._fetch is None or self._fetch.choice.kind != "delta":
+            return False
+        errors = [rank.error for rank in self._ranks.values() if rank.error is not None]
+        return any(error.error == FingerprintMismatch.__name__ for error in errors)
 
     def _begin(self, hub: HubClient, choice: Choice, view: EngineView) -> None:
         self._bytes_before += self._fetch.fetched_bytes if self._fetch is not None else 0

@@ -20,7 +20,15 @@ from sparrowrl.delta.journal import Journal
 from sparrowrl.delta.publisher import Publisher
 from sparrowrl.transport import agent as agent_module
 from sparrowrl.transport.client import HubSink
-from sparrowrl.transport.node import Answer, EngineStatus, NextArtifact, NodeDirectory, Request, write_atomically
+from sparrowrl.transport.node import (
+    Answer,
+    EngineStatus,
+    ErrorInfo,
+    NextArtifact,
+    NodeDirectory,
+    Request,
+    write_atomically,
+)
 from sparrowrl.transport.remote import HubClient
 
 SECONDS = 30.0
@@ -151,6 +159,25 @@ def test_an_engine_in_another_state_than_it_should_be_gets_an_anchor(
     start_agent(hub.url, node)
     wait_for(lambda: rank.version == 2, SECONDS, "version 2")
     assert [artifact.kind for artifact in rank.staged] == ["anchor", "delta"]
+
+
+def test_a_delta_that_a_worker_refuses_for_its_sums_is_given_up_for_an_anchor(
+    hub: Any, trainer: Any, node: NodeDirectory, rank: Any, start_agent: Any
+) -> None:
+    rank.activate = False
+    rank.start()
+    start_agent(hub.url, node)
+    trainer.publish()
+    wait_for(lambda: (n := node.next.read()) is not None and n.committed, SECONDS, "the delta")
+    status = node.rank(0).read()
+    assert status is not None
+    node.rank(0).write(replace(status, error=ErrorInfo("FingerprintMismatch", "expected other sums")))
+    wait_for(lambda: node.next.read() is None, SECONDS, "the delta to be taken back")
+    wait_for(lambda: "anchor" in str((s := node.agent.read()) and s.error), SECONDS, "the error in agent.json")
+    rank.activate = True
+    trainer.publish(kind="anchor")
+    wait_for(lambda: rank.version == 2, SECONDS, "version 2")
+    assert [artifact.kind for artifact in rank.staged] == ["anchor"]
 
 
 def test_no_way_to_the_newest_is_said_and_ends_with_an_anchor(
