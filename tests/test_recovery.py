@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -39,6 +40,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _die_with_parent() -> None:
+    """A test run that is itself killed leaves no cluster behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Cluster:
     """One trainer, one hub, one engine, each a process that can be killed and started again."""
 
@@ -63,6 +69,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
             )
 
