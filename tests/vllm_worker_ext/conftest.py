@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 from engines import ENGINE_ARGS, ENVIRONMENT, Tensors, make_model
+from followed import ENGINE_ID, Site, Start
+
+Checkpoint = Callable[[str], tuple[Path, Tensors]]
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +45,27 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     while made:
         made.pop().llm_engine.engine_core.shutdown()
     gc.collect()
+
+
+@pytest.fixture
+def site(
+    engine: Start, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def start(kind: str = "qwen3-tied", anchor_every: int = 0, **environment: str) -> Site:
+        made.append(Site(*checkpoint(kind), tmp_path, engine, anchor_every))
+        known = {
+            "SPARROWRL_HUB": made[-1].url,
+            "SPARROWRL_TOKEN_FILE": str(tmp_path / "trainer/token.json"),
+            "SPARROWRL_ENGINE_ID": ENGINE_ID,
+            "SPARROWRL_START_TIMEOUT": "60",
+        }
+        for name, value in {**known, **environment}.items():
+            monkeypatch.setenv(name, value)
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.hub.terminate()
+        one.hub.wait(20)

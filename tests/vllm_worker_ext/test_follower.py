@@ -2,149 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import PROMPTS, Tensors, Trainer, core_of, generate, save_checkpoint, worker_of
+from engines import PROMPTS, core_of, generate, save_checkpoint, worker_of
+from followed import ENGINE_ID, Runner, Site
 from safetensors.torch import load_file
 
 from helpers import assert_bits_equal, wait_for
 from sparrowrl.errors import DeadlineExceeded, EngineUnsupported, UnknownState
-from sparrowrl.vllm_worker_ext.follower import Follower
 from sparrowrl.vllm_worker_ext.versions import facts
 from sparrowrl.vllm_worker_ext.worker_extension import receiver_of
 
 pytestmark = pytest.mark.vllm
-Start = Callable[..., Any]
-Checkpoint = Callable[[str], tuple[Path, Tensors]]
-BACKEND = {"backend": "sparrow"}
-ENGINE_ID = "tested"
-
-
-class Site:
-    """A trainer with a hub over its journal, and an engine in this process that follows it."""
-
-    def __init__(self, folder: Path, weights: Tensors, root: Path, start: Start, anchor_every: int = 0) -> None:
-        self.folder, self.root, self._start = folder, root, start
-        self.trainer = Trainer.begin(root / "trainer", weights, anchor_every)
-        command = [sys.executable, "-m", "sparrowrl.cli.main", "hub", "--port", "0"]
-        command += ["--journal", str(root / "trainer/journal"), "--credentials", str(root / "trainer/token.json")]
-        self.hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.hub.stdout is not None
-        self.url = self.hub.stdout.readline().strip()
-
-    def engine(self, folder: Path | None = None, **arguments: Any) -> Any:
-        self.llm = self._start(folder or self.folder, weight_transfer_config=BACKEND, **arguments)
-        return self.llm
-
-    def fresh(self, weights: Tensors, name: str = "fresh", **arguments: Any) -> Any:
-        return self._start(save_checkpoint(self.folder, self.root / name, weights), **arguments)
-
-    @property
-    def follower(self) -> Follower:
-        follower = core_of(self.llm).sparrow
-        assert isinstance(follower, Follower)
-        return follower
-
-    def reach(self, version: int) -> None:
-        """Let an idle engine in this process take its steps until it has the version."""
-
-        def there() -> bool:
-            core_of(self.llm).step_fn()
-            return self.follower.status.version == version
-
-        wait_for(there, 60, f"version {version}")
-
-    def ready(self) -> None:
-        """Wait until an activation is due, without letting the engine step."""
-        wait_for(lambda: bool(self.follower._jobs), 60, "an activation to be due")
-
-    def ask(self, kind: str) -> Any:
-        """Ask for an audit or export as the trainer's side does, and let the engine answer."""
-        request = urllib.request.Request(
-            f"{self.url}/runs/test/engines/{ENGINE_ID}/requests",
-            json.dumps({"kind": kind}).encode(),
-            {"Authorization": f"Bearer {self.trainer.credentials.writer}", "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            number = json.load(answer)["id"]
-
-        def answered() -> bool:
-            core_of(self.llm).step_fn()
-            return any(answer.id == number for answer in self.follower.status.answers)
-
-        wait_for(answered, 60, f"an answer to {kind}")
-        return next(answer for answer in self.follower.status.answers if answer.id == number)
-
-
-@pytest.fixture
-def site(
-    engine: Start, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Site]]:
-    made: list[Site] = []
-
-    def start(kind: str = "qwen3-tied", anchor_every: int = 0, **environment: str) -> Site:
-        made.append(Site(*checkpoint(kind), tmp_path, engine, anchor_every))
-        known = {
-            "SPARROWRL_HUB": made[-1].url,
-            "SPARROWRL_TOKEN_FILE": str(tmp_path / "trainer/token.json"),
-            "SPARROWRL_ENGINE_ID": ENGINE_ID,
-            "SPARROWRL_START_TIMEOUT": "60",
-        }
-        for name, value in {**known, **environment}.items():
-            monkeypatch.setenv(name, value)
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.hub.terminate()
-        one.hub.wait(20)
 
 
 def node_directories() -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"sparrowrl-{ENGINE_ID}-{os.getpid()}")]
-
-
-class Runner:
-    """Requests that are added and stepped by hand, with what has come out of each."""
-
-    def __init__(self, llm: Any) -> None:
-        self.engine, self.outputs, self._ids = llm.llm_engine, {}, itertools.count()
-
-    def add(self, prompt: list[int], tokens: int) -> str:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
-        name = str(next(self._ids))
-        self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
-        return name
-
-    def step(self, times: int = 1) -> None:
-        for _ in range(times):
-            for output in self.engine.step():
-                self.outputs[output.request_id.split("-")[0]] = output
-
-    def finish(self) -> None:
-        while self.engine.has_unfinished_requests():
-            self.step()
-
-    def result(self, name: str) -> tuple[list[int], list[float]]:
-        one = self.outputs[name].outputs[0]
-        ids = list(one.token_ids)
-        return ids, [lp[t].logprob for t, lp in zip(ids, one.logprobs, strict=True)]
 
 
 def test_follows_answers_and_leaves_nothing_behind(site: Callable[..., Site], tmp_path: Path) -> None:
@@ -213,99 +94,6 @@ def test_no_hub_is_a_clear_error(site: Callable[..., Site]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"SPARROWRL_START_TIMEOUT.*http://127\.0\.0\.1:9"):
         s.engine()
     assert not node_directories()
-
-
-def test_new_requests_never_meet_blocks_of_older_weights(site: Callable[..., Site]) -> None:
-    s = site()
-    llm = s.engine(enable_prefix_caching=True, block_size=32)
-    long = [2 + (5 * j * j) % 400 for j in range(100)]
-    run = Runner(llm)
-    run.add(long, 4)
-    run.finish()
-    across = run.add(long, 60)
-    run.step(5)
-    assert run.outputs[across].num_cached_tokens == 96  # the cache works under one version
-    weights = s.trainer.step()
-    s.ready()
-    waiting = run.add(long, 12)  # hashed under the old root, starts under the new weights
-    late = None
-    while run.engine.has_unfinished_requests():
-        run.step()
-        if late is None and s.follower.status.version == 1:
-            late = run.add(long, 12)
-    assert late is not None and run.outputs[across].finished
-    fresh = Runner(s.fresh(weights, enable_prefix_caching=True, block_size=32))
-    expected = [fresh.add(long, 12), fresh.add(long, 12)]
-    fresh.step(1)
-    fresh.finish()
-    for mine, theirs in zip((waiting, late), expected, strict=True):
-        assert run.result(mine)[0] == fresh.result(theirs)[0]
-    assert run.outputs[waiting].num_cached_tokens == 0
-    # With nothing else running, the very numbers of a fresh engine, first computed, then from the cache.
-    for cached in (0, 96):
-        again, first = (
-            Runner(llm),
-            Runner(s.fresh(weights, f"fresh{cached}", enable_prefix_caching=True, block_size=32)),
-        )
-        if not cached:
-            core_of(llm).reset_prefix_cache()
-        else:
-            warm = first.add(long, 12)
-            first.finish()
-            assert first.outputs[warm].finished
-        a, b = again.add(long, 12), first.add(long, 12)
-        again.finish()
-        first.finish()
-        assert again.outputs[a].num_cached_tokens == first.outputs[b].num_cached_tokens == cached
-        assert again.result(a) == first.result(b)
-
-
-def test_a_request_across_the_change_leaves_nothing_that_a_later_one_finds(site: Callable[..., Site]) -> None:
-    """Weights go to B and back to A: blocks that a request made across the change must not be taken for A's."""
-    s = site()
-    llm = s.engine(enable_prefix_caching=True, block_size=32)
-    prompt = [2 + (3 * j * j) % 400 for j in range(40)]
-    run = Runner(llm)
-    across = run.add(prompt, 80)
-    run.step(3)
-    start = {name: t.clone() for name, t in s.trainer.weights.items()}
-    s.trainer.step(0.3)
-    s.ready()
-    run.step(30)
-    assert s.follower.status.version == 1
-    for name, tensor in s.trainer.weights.items():
-        tensor.copy_(start[name])
-    s.trainer.publisher.publish(s.trainer.weights.items())
-    s.ready()
-    run.finish()
-    assert s.follower.status.version == 2
-    tokens, _ = run.result(across)
-    again = prompt + tokens[:60]
-    name = run.add(again, 8)
-    run.finish()
-    assert run.outputs[name].num_cached_tokens == 0
-    fresh = Runner(s.fresh(start, enable_prefix_caching=True, block_size=32))
-    expected = fresh.add(again, 8)
-    fresh.finish()
-    assert run.result(name) == fresh.result(expected)
-
-
-def test_preempted_requests_begin_anew_under_the_current_root(site: Callable[..., Site]) -> None:
-    s = site()
-    llm = s.engine(enable_prefix_caching=True, block_size=32)
-    run = Runner(llm)
-    name = run.add([5] * 40, 30)
-    run.step(4)
-    s.trainer.step()
-    s.ready()
-    run.step(1)
-    assert s.follower.status.version == 1
-    request = next(iter(core_of(llm).scheduler.requests.values()))
-    assert not request.cache_salt.startswith(s.follower.prefixes.root)
-    assert core_of(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert request.cache_salt.startswith(s.follower.prefixes.root) and len(request.block_hashes) == 1
-    run.finish()
-    assert len(run.result(name)[0]) == 30
 
 
 def spans(output: Any) -> list[tuple[str, int, int]]:
