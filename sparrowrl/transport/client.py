@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 import time
@@ -33,6 +34,9 @@ from sparrowrl.transport.records import from_json, parse_json
 from sparrowrl.transport.remote import Deadlines, HubClient
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts
+_TELL_SECONDS = 2.0  # of trying in vain before it is said
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -150,7 +154,8 @@ class HubSink:
     async def send(self, method: str, path: str, *, patience: float | None = None, **options: Any) -> bytes:
         """One request, repeated while the hub cannot be reached or is busy; all our requests can be repeated."""
         patience = self._patience if patience is None else patience
-        deadline = time.monotonic() + patience
+        began = time.monotonic()
+        deadline, told = began + patience, False
         headers = {} if self._writer is None else {WRITER_HEADER: self._writer}
         pause = _FIRST_PAUSE
         while True:
@@ -161,6 +166,9 @@ class HubSink:
                     raise
                 if time.monotonic() + pause > deadline:
                     raise DeadlineExceeded(f"tried for {patience:.0f} s; at last: {error}") from error
+                if not told and time.monotonic() > began + _TELL_SECONDS:
+                    told = True
+                    log.warning("still trying, for %.0f s in all: %s", patience, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -109,6 +109,10 @@ class HubClient:
                 yield response
         except TimeoutError as error:
             raise DeadlineExceeded(f"{what}: no answer in time; is the hub alive and the network up?") from error
+        except aiohttp.ClientConnectorError as error:
+            raise TransportError(
+                f"{what}: cannot connect ({error.os_error}); is `sparrowrl hub` running there?"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
 

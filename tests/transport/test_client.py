@@ -31,6 +31,7 @@ from sparrowrl.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from sparrowrl.transport import client as client_module
 from sparrowrl.transport import desk
 from sparrowrl.transport.client import HubSink
 from sparrowrl.transport.remote import Deadlines, HubClient
@@ -88,12 +89,16 @@ def test_uploads_go_on_through_a_hub_that_is_killed(
     sink.close()
 
 
-def test_no_hub_is_a_typed_error_within_the_patience(credentials: Credentials) -> None:
+def test_no_hub_is_a_typed_error_within_the_patience(
+    credentials: Credentials, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_TELL_SECONDS", 0.01)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         sink = HubSink(f"http://127.0.0.1:{nobody.getsockname()[1]}", credentials, patience=0.3)
-        with pytest.raises(DeadlineExceeded, match="Connect"):
+        with pytest.raises(DeadlineExceeded, match="is `sparrowrl hub` running there"):
             sink.newest()
+        assert [record.message.startswith("still trying") for record in caplog.records] == [True]
         draft = sink.open(1, "0.fast")
         draft.put(b"x")
         with pytest.raises(DeadlineExceeded):
