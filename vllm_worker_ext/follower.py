@@ -21,7 +21,7 @@ from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
 from sparrowrl.vllm_worker_ext.hooks import JOB
 from sparrowrl.vllm_worker_ext.prefixes import Prefixes
 from sparrowrl.vllm_worker_ext.receiver import Reply
-from sparrowrl.vllm_worker_ext.versions import check_supported
+from sparrowrl.vllm_worker_ext.versions import check_supported, facts
 from sparrowrl.vllm_worker_ext.worker_extension import call_receiver
 
 _POLL_S = 0.005
@@ -149,7 +149,7 @@ class Follower:
             what = f"version {newest} to be staged (now: {self.status.version}, {self.status.condition})"
             self._activate_now(self._wait(deadline, what, self._ready))
             newest = max(newest, self._known_newest() or 0)
-        self._core.set_weight_version(str(self.status.version))
+        self._tell_version()
         self._write()
         logger.info("at version %s, all live weights proved", self.status.version)
 
@@ -293,7 +293,7 @@ class Follower:
         if ok and scheduler is not None:
             if self.status.state != old:
                 self.prefixes.change(ready.manifest.target_state, scheduler)
-            self._core.set_weight_version(str(self.status.version))
+            self._tell_version()
         pause_ms = 1000 * (time.perf_counter() - began)
         if ok:
             aborted = len(before - set(scheduler.requests)) if scheduler is not None else 0
@@ -417,6 +417,11 @@ class Follower:
         )
         if not agree:
             logger.error("what this engine holds is unknown, so it serves nothing until an anchor restores it")
+
+    def _tell_version(self) -> None:
+        """Have vLLM's own clients see the version, where vLLM has a place for it."""
+        if facts().keeps_version:
+            self._core.set_weight_version(str(self.status.version))
 
     def _raise_failure(self, replies: list[Reply]) -> None:
         from sparrowrl import errors
