@@ -35,7 +35,7 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         facts()
         super().__init__(config, vllm_config, device, model)
-        self.receiver = Receiver(model, vllm_config.parallel_config.rank)  # type: ignore[arg-type]
+        self.receiver = Receiver(model, vllm_config)  # type: ignore[arg-type]
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Refused, as all of vLLM's update calls are. Raises EngineUnsupported."""

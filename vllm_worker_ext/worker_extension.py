@@ -13,7 +13,7 @@ def receiver_of(worker: Any) -> Receiver:
     engine = getattr(worker, "weight_transfer_engine", None)
     own = getattr(engine, "receiver", None) or getattr(worker, "_sparrow_receiver", None)
     if own is None:
-        own = worker._sparrow_receiver = Receiver(worker.get_model(), worker.rank)
+        own = worker._sparrow_receiver = Receiver(worker.get_model(), worker.vllm_config)
     assert isinstance(own, Receiver)
     return own
 
