@@ -11,7 +11,8 @@ from torch import Tensor
 from sparrowrl.delta.blocks import Block, SparseBlock
 from sparrowrl.delta.layout import U64_MASK, Layout
 from sparrowrl.errors import FingerprintMismatch
-from sparrowrl.kernels.fingerprint import fingerprint, fingerprint_at
+from sparrowrl.kernels.fingerprint import fingerprint, fingerprint_at, fingerprint_each
+from sparrowrl.kernels.fingerprint.reference import signed
 from sparrowrl.kernels.scatter import scatter_add_
 from sparrowrl.vllm_worker_ext.piece import Piece
 from sparrowrl.vllm_worker_ext.placement import Placement
@@ -40,19 +41,6 @@ class Change:
         numbers = self.steps if self.steps is not None else self.bits
         assert numbers is not None
         return numbers.numel()
-
-    def part_before(self, live: Tensor, seed: int) -> Tensor:
-        """What these weights, as they are, add to their tensor's fingerprint: 0-d int64."""
-        return self._part(live[self.where], seed)
-
-    def part_after(self, live: Tensor, seed: int) -> Tensor:
-        """What they will add, computed beside the live weights."""
-        return self._part(_new(live, self.where, self.steps, self.bits), seed)
-
-    def _part(self, bits: Tensor, seed: int) -> Tensor:
-        if isinstance(self.indices, int):
-            return fingerprint(bits, seed, self.indices)
-        return fingerprint_at(bits, torch.arange(bits.numel(), device=bits.device), self.indices, seed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,24 +116,43 @@ def _of_piece(block: Block, piece: Piece, alias: bool, device: torch.device) -> 
     return Change(block.tensor, piece.live, where.to(device), indices[chosen].to(device), None, bits, alias)
 
 
-def parts_before(changes: list[Change], placement: Placement) -> dict[int, int]:
-    """What the changes' weights add to the fingerprints now, by tensor number, modulo 2^64."""
-    seeds, live = placement.layout.seeds, placement.live
-    return _by_tensor(changes, [c.part_before(live[c.live], seeds[c.tensor]) for c in changes])
+def parts(changes: list[Change], placement: Placement) -> tuple[dict[int, int], dict[int, int]]:
+    """What the changed weights add to the fingerprints, by tensor number: as they are now, and as they will be."""
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
+    scattered: dict[tuple[int, bool], list[Change]] = {}
+    for change in changes:
+        if isinstance(change.where, slice):
+            seed, live = placement.layout.seeds[change.tensor], placement.live[change.live]
+            assert isinstance(change.indices, int) and change.bits is not None
+            _add(before, change.tensor, int(fingerprint(live[change.where], seed, change.indices)))
+            _add(after, change.tensor, int(fingerprint(change.bits, seed, change.indices)))
+        else:
+            scattered.setdefault((change.live, change.steps is None), []).append(change)
+    for (number, _), some in scattered.items():
+        live = placement.live[number]
+        indices = torch.cat([change.indices for change in some])  # type: ignore[misc]
+        counts = torch.tensor([change.count for change in some], device=live.device)
+        seeds = torch.tensor([signed(placement.layout.seeds[change.tensor]) for change in some], device=live.device)
+        where, steps, bits = _joined(some)
+        old, new = live[where], _new(live, where, steps, bits)
+        for totals, numbers in ((before, old), (after, new)):
+            sums = fingerprint_each(numbers, indices, counts, seeds).tolist()
+            for change, value in zip(some, sums, strict=True):
+                _add(totals, change.tensor, value)
+    return before, after
 
 
-def parts_after(changes: list[Change], placement: Placement) -> dict[int, int]:
-    """What they will add."""
-    seeds, live = placement.layout.seeds, placement.live
-    return _by_tensor(changes, [c.part_after(live[c.live], seeds[c.tensor]) for c in changes])
+def _add(totals: dict[int, int], tensor: int, value: int) -> None:
+    totals[tensor] = (totals.get(tensor, 0) + value) & U64_MASK
 
 
-def _by_tensor(changes: list[Change], parts: list[Tensor]) -> dict[int, int]:
-    totals: dict[int, int] = {}
-    values = torch.stack([part.cpu() for part in parts]).tolist() if parts else []
-    for change, value in zip(changes, values, strict=True):
-        totals[change.tensor] = (totals.get(change.tensor, 0) + int(value)) & U64_MASK
-    return totals
+def _joined(some: list[Change]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Positions, and steps or bits, of changes of scattered elements that are all of one kind."""
+    where = torch.cat([change.where for change in some])  # type: ignore[misc]
+    if some[0].steps is None:
+        return where, None, torch.cat([change.bits for change in some])  # type: ignore[misc]
+    return where, torch.cat([change.steps for change in some]), None  # type: ignore[misc]
 
 
 def as_writes(changes: Iterable[Change], live: tuple[Tensor, ...]) -> list[Write]:
@@ -157,11 +164,8 @@ def as_writes(changes: Iterable[Change], live: tuple[Tensor, ...]) -> list[Write
             writes.append(_write([change], change.where, None, change.bits, live[change.live]))
         else:
             joined.setdefault((change.alias, change.live, change.steps is None), []).append(change)
-    for (_, number, dense), some in joined.items():
-        where = torch.cat([change.where for change in some])  # type: ignore[misc]
-        numbers = torch.cat([change.bits if dense else change.steps for change in some])  # type: ignore[misc]
-        steps, bits = (None, numbers) if dense else (numbers, None)
-        writes.append(_write(some, where, steps, bits, live[number]))
+    for (_, number, _), some in joined.items():
+        writes.append(_write(some, *_joined(some), live[number]))
     return sorted(writes, key=lambda write: write.alias)
 
 

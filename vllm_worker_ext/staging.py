@@ -18,7 +18,7 @@ from sparrowrl.delta.segment import decode_segment
 from sparrowrl.errors import CorruptData, FingerprintMismatch, FormatError, UnknownState, WrongBase
 from sparrowrl.transport.node import NextArtifact, NodeDirectory
 from sparrowrl.vllm_worker_ext.census import Census, Parts
-from sparrowrl.vllm_worker_ext.changes import Change, Write, as_writes, changes_of, parts_after, parts_before
+from sparrowrl.vllm_worker_ext.changes import Change, Write, as_writes, changes_of, parts
 from sparrowrl.vllm_worker_ext.placement import Placement
 
 
@@ -71,9 +71,9 @@ class Staged:
             if isinstance(block, DenseBlock):
                 self.dense.add(block.tensor)
             added += changes_of(block, placement)
-        if self.artifact.kind == "delta":
-            _add(self.before, parts_before(added, placement))
-        _add(self.after, parts_after(added, placement))
+        before, after = parts(added, placement)
+        _add(self.before, before)
+        _add(self.after, after)
         self.changes += added
         self.taken.add(name)
         self.milliseconds += 1000 * (time.perf_counter() - began)
