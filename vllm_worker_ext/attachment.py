@@ -74,18 +74,18 @@ def learn(
         trace = trace_loader(model, layout)
     plan = make_plan(trace, own)
     placement = place(trace, plan, derived)
-    census = take(layout, ranks.share(f"{event}-held", holdings(placement)), unused)
+    census = take(layout, ranks.share(f"{event}-held", holdings(placement), event), unused)
     if census.partial:
         plan = make_plan(trace, own, census.partial)
         placement = place(trace, plan, derived)
-        census = take(layout, ranks.share(f"{event}-held-again", holdings(placement)), unused)
+        census = take(layout, ranks.share(f"{event}-held-again", holdings(placement), event), unused)
     again = [*own, *derived]
     plain = [module for module in plan.modules if module not in again]
     reload = Reload(model, vllm_config, again, plain) if again or plain else None
     return Attachment(placement, census, reload)
 
 
-def fill_mirrors(attachment: Attachment, vllm_config: Any, model: Model) -> None:
+def fill_mirrors(attachment: Attachment, vllm_config: Any, model: Any) -> None:
     """Read the opaque tensors from the checkpoint that the engine serves, as far as it has them."""
     wanted = dict(attachment.placement.mirrored())
     for name, tensor in checkpoint_weights(vllm_config, model) if wanted else ():

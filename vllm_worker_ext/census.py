@@ -47,13 +47,14 @@ class Census:
                 f"{self.layout.tensors[tensor].name}: expected rank {rank} to hold the same as rank "
                 f"{self.like[rank, tensor]}, got other weights"
             )
-        return np.where(self.counted, table, np.uint64(0)).sum(axis=0, dtype=np.uint64)
+        totals: Parts = np.where(self.counted, table, np.uint64(0)).sum(axis=0, dtype=np.uint64)
+        return totals
 
 
 def holdings(placement: Placement) -> bytes:
     """What one rank holds of each tensor, for `take`: the regions, sorted."""
     rows = [sorted(piece.region for piece in some) for some in placement.pieces]
-    return msgpack.packb(rows)
+    return bytes(msgpack.packb(rows))
 
 
 def take(layout: Layout, ranks: Sequence[bytes], unused: Sequence[str]) -> Census:

@@ -24,7 +24,7 @@ def write(placement: Placement, path: Path, version: str, ranks: Agreement, even
     own = path.with_name(f".{path.name}.rank{ranks.rank}")
     try:
         save_file(_regions(placement), own)
-        ranks.share(f"{event}-written", b"")
+        ranks.share(f"{event}-written", b"", event)
         if ranks.rank == 0:
             tensors: dict[str, Tensor] = {}
             for rank in range(ranks.world):
@@ -34,7 +34,7 @@ def write(placement: Placement, path: Path, version: str, ranks: Agreement, even
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
             save_file(tensors, temporary, {"format": "pt", "version": version})
             os.replace(temporary, path)
-        ranks.share(f"{event}-read", b"")
+        ranks.share(f"{event}-read", b"", event)
     finally:
         own.unlink(missing_ok=True)
     return str(path) if ranks.rank == 0 else ""

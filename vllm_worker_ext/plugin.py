@@ -17,7 +17,7 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from sparrowrl.vllm_worker_ext import hooks, versions
+    from sparrowrl.vllm_worker_ext import hooks, processing, versions
 
     if BACKEND in WeightTransferEngineFactory._registry:
         return
@@ -25,6 +25,7 @@ def register() -> None:
     if not versions.is_usable():
         return
     _keep_cpu_weights_live()
+    processing.watch_loading(_updates_weights)
     _let_vllm_look_at_llvmlite()
     hooks.install()
 

@@ -24,6 +24,7 @@ from sparrowrl.vllm_worker_ext import attachment as attaching
 from sparrowrl.vllm_worker_ext import export
 from sparrowrl.vllm_worker_ext.agreement import Agreement
 from sparrowrl.vllm_worker_ext.attachment import Attachment
+from sparrowrl.vllm_worker_ext.census import Parts
 from sparrowrl.vllm_worker_ext.changes import Write
 from sparrowrl.vllm_worker_ext.staging import Held, Staged, check_base, read_manifest, read_segment
 from sparrowrl.vllm_worker_ext.tracing import Model
@@ -172,7 +173,9 @@ class Receiver:
             own = attaching.learn(self._model, self._vllm_config, layout, ranks, event, config.unused)
             attaching.fill_mirrors(own, self._vllm_config, self._model)
             parts = own.live_parts()
-            everyone = [np.frombuffer(data, dtype=np.uint64) for data in ranks.share(f"{event}-parts", parts.tobytes())]
+            everyone = [
+                np.frombuffer(data, dtype=np.uint64) for data in ranks.share(f"{event}-parts", parts.tobytes(), event)
+            ]
             wanted = tuple(tensor.fingerprint for tensor in origin.tensors)
             held = Held(True, 0, origin.target_state, wanted, parts)
             try:
@@ -248,7 +251,7 @@ class Receiver:
         return wanted.target == self._held.version
 
     def _stage(self, staged: Staged, wanted: NextArtifact, stream: torch.cuda.Stream | None) -> None:
-        assert self._node is not None and self._attachment is not None and self._credentials is not None
+        assert self._node and self._attachment and self._credentials and self._ranks
         for name in wanted.segments:
             if name in staged.taken or self._stop.is_set():
                 continue
@@ -265,12 +268,9 @@ class Receiver:
             manifest = read_manifest(self._node, wanted, self._credentials.run, self._credentials.run_key)
             with self._lock:
                 staged.finish(manifest, self._attachment.placement, self._held)
-            self._offer(event, staged)
+            assert staged.parts is not None
+            self._ranks.offer(event, staged.parts.tobytes())
         self._complete(event, staged)
-
-    def _offer(self, event: str, staged: Staged) -> None:
-        assert self._ranks is not None and staged.parts is not None
-        self._ranks.offer(event, staged.parts.tobytes())
 
     def _complete(self, event: str, staged: Staged) -> None:
         """Once all ranks have staged it, see whether together they will hold what the manifest says."""
@@ -305,6 +305,8 @@ class Receiver:
                 else:
                     self._apply(staged, event)
             except Exception as error:
+                if isinstance(error, UnknownState):
+                    self._held = Held(exact=False)
                 self._refuse(staged.artifact, error)
                 raise
         manifest = staged.manifest
@@ -420,7 +422,7 @@ class Receiver:
                 self._write_status()
 
 
-def _check_totals(attachment: Attachment, parts: list[attaching.Parts], held: Held) -> None:
+def _check_totals(attachment: Attachment, parts: list[Parts], held: Held) -> None:
     """Raise FingerprintMismatch unless what the ranks hold together is what `held` says."""
     totals = attachment.census.totals(parts)
     wrong = totals != np.array(held.fingerprints, dtype=np.uint64)

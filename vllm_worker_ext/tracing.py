@@ -249,7 +249,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "computes with it"
         spec = self._trace.layout.tensors[number]
         try:
-            torch.broadcast_shapes(source.shape, target.shape)
+            source.expand(target.shape)
         except RuntimeError as error:
             raise PlacementError(
                 f"{spec.name}: expected a region of shape {tuple(target.shape)}, got one of {tuple(source.shape)}; "

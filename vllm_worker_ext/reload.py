@@ -1,0 +1,354 @@
+"""Reload some modules of a live engine through vLLM's own loading and processing, in place, and prove that it works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparrowrl.errors import PlacementError
+from sparrowrl.kernels.bits import INT_OF_WIDTH, as_bits
+from sparrowrl.vllm_worker_ext import processing
+from sparrowrl.vllm_worker_ext.attributes import Attributes, rewind
+from sparrowrl.vllm_worker_ext.processing import CallId, Interception, Processed, storage_of
+
+Weights = Iterable[tuple[str, Tensor]]
+# What loading or processing may raise on weights that it cannot take.
+_LOADER_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+_PATTERNS = (0x5A, 0xA5)
+
+
+def checkpoint_weights(vllm_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the engine's own checkpoint files, as vLLM's loader reads them; none if it reads no files."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+
+    with set_current_vllm_config(vllm_config):
+        loader = get_model_loader(vllm_config.load_config)
+        if hasattr(loader, "get_all_weights"):
+            yield from loader.get_all_weights(vllm_config.model_config, model)
+
+
+class Reload:
+    """Loads some modules of a model anew, into the tensors that they have.
+
+    `processed`: modules whose processing after loading must run again, through vLLM's layerwise reload; `plain`: those
+    that `model.load_weights` alone writes. Raises PlacementError if the model was loaded unwatched.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        vllm_config: Any,
+        processed: Sequence[torch.nn.Module],
+        plain: Sequence[torch.nn.Module],
+    ) -> None:
+        record = {known.module: known for known in processing.processed(model)}
+        self._model = model
+        self._config = vllm_config
+        self._processed = [record.get(module, Processed(module, own=True)) for module in processed]
+        self._plain = tuple(plain)
+        self._names = {module: name for name, module in model.named_modules()}
+        # Elements that a module gets when it is whole, where vLLM counts fewer than it has (padding).
+        self._partial: dict[torch.nn.Module, int] = {}
+
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """The processed modules have the parameters that their loaders expect, on the meta device; then all is back."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+        saved = [_Saved(known.module) for known in self._processed]
+        try:
+            for known in self._processed:
+                restore_layer_on_meta(known.module, get_layerwise_info(known.module))
+                _unwrap_loaders(known.module)
+            yield
+        finally:
+            for one in saved:
+                one.restore()
+
+    def run(self, weights: Weights) -> None:
+        """Load `weights`, each module whole or not at all, and process them; what is derived is derived again.
+
+        The tensors stay where they are and get new contents. On any exception they are in their places, with undefined
+        contents. Raises PlacementError for a module of which there was only a part.
+        """
+        self._run(weights, first=False)
+
+    def digest(self) -> bytes:
+        """blake3 of names, dtypes, shapes and bytes of all tensors that `run` writes."""
+        total = blake3()
+        for name, tensor in self._tensors().items():
+            total.update(f"{name}\n{tensor.dtype}\n{list(tensor.shape)}\n".encode())
+            total.update(_bytes(tensor).numpy().data)
+        return total.digest()
+
+    def prove(self, weights: Callable[[], Weights]) -> bytes:
+        """Prove that `run` writes every byte; `weights()` must be those that the engine holds. Returns the digest.
+
+        Twice all tensors, and all memory that is allocated on the way, are filled with a pattern before a reload, the
+        second time with its inverse. Raises PlacementError, naming the tensors that are not what they were; they are
+        put back then. Takes host memory for a copy of all tensors.
+        """
+        tensors = self._tensors()
+        kept = {name: _bytes(tensor) for name, tensor in tensors.items()}
+        try:
+            for byte in _PATTERNS:
+                for tensor in tensors.values():
+                    _fill(tensor, byte)
+                with _Allocations(byte):
+                    self._run(weights(), first=True)
+                self._check_same(tensors, kept)
+            if not all(known.own for known in self._processed):
+                self.run(())
+                self._check_same(tensors, kept)
+        except _LOADER_ERRORS as error:
+            _put_back(tensors, kept)
+            raise PlacementError(
+                f"{', '.join(tensors) or 'nothing'}: expected vLLM to load and process them again, but it failed with "
+                f"{type(error).__name__}: {str(error) or 'no reason given'}"
+            ) from error
+        except BaseException:
+            _put_back(tensors, kept)
+            raise
+        return self.digest()
+
+    def _check_same(self, tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+        now = self._tensors()
+        wrong = [name for name, bits in kept.items() if name not in now or not torch.equal(_bytes(now[name]), bits)]
+        wrong += [name for name in now if name not in kept]
+        wrong += [
+            name for name, tensor in now.items() if name in kept and tensor.data_ptr() != tensors[name].data_ptr()
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise PlacementError(
+                f"{', '.join(wrong[:3])}{more}: expected a reload of the weights that the engine holds to give the "
+                "bytes that it has, got others: vLLM does not load this engine's weights again faithfully"
+            )
+
+    def _run(self, weights: Weights, first: bool) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        modules = [known.module for known in self._processed]
+        saved = [_Saved(module) for module in modules]
+        container = _Only(modules)
+        begun: set[tuple[int, torch.nn.Module]] = set()
+
+        def around(module: torch.nn.Module, call: CallId, run: Callable[[], Any]) -> Any:
+            self._rewind(module, call, begun)
+            return run()
+
+        interception = Interception(modules, around)
+        try:
+            with self._surroundings():
+                initialize_layerwise_reload(container)
+                self._model.load_weights(weights)
+                loaded = self._check_whole(first)
+                finalize_layerwise_reload(container, self._config.model_config)
+                self._process_the_rest(loaded, begun)
+                for known, one in zip(self._processed, saved, strict=True):
+                    one.keep(self._names[known.module], known.made)
+        except BaseException:
+            for one in saved:
+                one.restore()
+            raise
+        finally:
+            interception.remove()
+            for module in modules:
+                _forget(module)
+
+    def _rewind(self, module: torch.nn.Module, call: CallId, begun: set[tuple[int, torch.nn.Module]]) -> None:
+        """Let a processing call begin with the attributes that it began with when the model was loaded."""
+        key = (id(call.holder), module)
+        if key in begun:
+            return
+        begun.add(key)
+        for known in self._processed:
+            if known.module is module:
+                for earlier in known.calls:
+                    if earlier.id.holder is call.holder:
+                        rewind(earlier.before)
+                        return
+
+    def _check_whole(self, first: bool) -> set[torch.nn.Module]:
+        """The modules of which all weights came. Raises PlacementError if there is one of which only some came."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        loaded = set()
+        for module in (known.module for known in self._processed):
+            info = get_layerwise_info(module)
+            if info.can_load() and info.load_numel > 0:
+                if first:
+                    self._partial[module] = info.load_numel
+                whole, got = self._partial.get(module, info.load_numel_total), info.load_numel
+                if got != whole:
+                    raise PlacementError(
+                        f"{self._names[module]}: expected all of its weights or none, got {got} elements of {whole}"
+                    )
+            if not info.can_load() or info.load_numel > 0:
+                loaded.add(module)
+        return loaded
+
+    def _process_the_rest(self, loaded: set[torch.nn.Module], begun: set[tuple[int, torch.nn.Module]]) -> None:
+        """Make the calls that vLLM's reload does not make: those of modules that are derived from others' weights."""
+        for known in self._processed:
+            waiting = [call for call in known.calls if (id(call.id.holder), known.module) not in begun]
+            if known.own and known.module not in loaded:
+                if known.others and waiting:
+                    name = self._names[known.module]
+                    raise PlacementError(f"{name}: expected its weights, as it is processed from these and from others")
+                continue
+            for call in waiting:
+                if (id(call.id.holder), known.module) not in begun:
+                    call.id()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Each tensor that `run` writes, once, in a fixed order; not what is memory of other modules' weights."""
+        ours = {*self._plain, *(known.module for known in self._processed)}
+        others = {storage_of(p) for m in self._model.modules() if m not in ours for p in m._parameters.values()} - {0}
+        found: dict[str, Tensor] = {}
+        seen = set()
+        for name, tensor in self._named():
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel() and not tensor.is_meta and storage_of(tensor) not in others and key not in seen:
+                seen.add(key)
+                found[name] = tensor
+        return found
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        modules = [*(Processed(module, own=True) for module in self._plain), *self._processed]
+        for known in modules:
+            leaves = Attributes.of(known.module).leaves if known.made else {}
+            parts: dict[str, Tensor] = dict(known.module.named_parameters(recurse=False))
+            parts |= {name: b for name, b in known.module.named_buffers(recurse=False) if name in known.buffers}
+            parts |= {path: leaves[path].tensor for path in known.made if path in leaves}
+            for name in sorted(parts):
+                yield f"{self._names[known.module]}.{name}".removeprefix("."), parts[name]
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """What vLLM sets when it loads a model."""
+        from vllm.config import set_current_vllm_config
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        with (
+            set_current_vllm_config(self._config),
+            set_default_torch_dtype(self._config.model_config.dtype),
+            torch.no_grad(),
+        ):
+            yield
+
+
+class _Only(torch.nn.Module):
+    """Stands for a model that has just these modules: vLLM's reload would go on into the modules inside them."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self._only = tuple(modules)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+        """The modules, and not this one."""
+        return iter(self._only)
+
+
+class _Saved:
+    """The tensors and attributes that a module has, to put them back."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._parameters = dict(module._parameters)
+        self._buffers = dict(module._buffers)
+        self._non_persistent = set(module._non_persistent_buffers_set)
+        self._attributes = Attributes.of(module)
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        module = self._module
+        for now, then in ((module._parameters, self._parameters), (module._buffers, self._buffers)):
+            now.clear()
+            now.update(then)  # type: ignore[arg-type]
+        module._non_persistent_buffers_set = set(self._non_persistent)
+        rewind(self._attributes.changed())
+        for path, leaf in self._attributes.leaves.items():
+            if isinstance(leaf.holder, (list, dict)):
+                leaf.put(path, leaf.tensor)
+
+    def keep(self, prefix: str, made: Iterable[str]) -> None:
+        """Copy the tensors that processing made anew into the ones that there were, and put those in their places."""
+        now = Attributes.of(self._module).leaves
+        for path in sorted(made):
+            old, new = self._attributes.leaves.get(path), now.get(path)
+            if old is None or new is None:
+                raise PlacementError(f"{prefix}.{path}: expected processing to make this tensor again, but it is gone")
+            if new.tensor is old.tensor:
+                continue
+            if (new.tensor.shape, new.tensor.dtype) != (old.tensor.shape, old.tensor.dtype):
+                raise PlacementError(
+                    f"{prefix}.{path}: expected a tensor of {old.tensor.dtype} {list(old.tensor.shape)} again, got "
+                    f"{new.tensor.dtype} {list(new.tensor.shape)}"
+                )
+            if new.tensor.data_ptr() != old.tensor.data_ptr():
+                old.tensor.copy_(new.tensor)
+            new.put(f"{prefix}.{path}", old.tensor)
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills memory that is allocated without contents, so that what was there before cannot pass for contents."""
+
+    def __init__(self, byte: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._byte = byte
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in processing.ALLOCATION and isinstance(result, Tensor) and not result.is_meta:
+            _fill(result, self._byte)
+        return result
+
+
+def _fill(tensor: Tensor, byte: int) -> None:
+    if tensor.element_size() in INT_OF_WIDTH:
+        as_bits(tensor).fill_(int.from_bytes(bytes([byte] * tensor.element_size()), "little", signed=True))
+
+
+def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are the same memory, seen in the same way."""
+    if a is None or b is None:
+        return False
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A copy of the tensor's bytes in host memory, uint8[n]."""
+    return as_bits(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _put_back(tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            as_bits(tensor).copy_(kept[name].view(as_bits(tensor).dtype).reshape(tensor.shape))
+
+
+def _forget(module: torch.nn.Module) -> None:
+    """Leave nothing of a reload, whole or broken off, behind."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    get_layerwise_info(module).reset()
+    _unwrap_loaders(module)
+
+
+def _unwrap_loaders(module: torch.nn.Module) -> None:
+    """vLLM's reload leaves wrappers on loaders, which would drop weights that are loaded without it."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        loader = original = getattr(tensor, "weight_loader", None)
+        while getattr(original, "__name__", "") == "online_process_loader":
+            original = original.__wrapped__  # type: ignore[union-attr]
+        if original is not loader:
+            tensor.weight_loader = original  # type: ignore[union-attr]
