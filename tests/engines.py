@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",  # else every engine in a process of vLLM 0.24 gives all of them a new root for block hashes
 }
 ENGINE_ARGS: dict[str, Any] = {
     "enforce_eager": True,

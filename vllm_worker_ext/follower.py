@@ -21,7 +21,7 @@ from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
 from sparrowrl.vllm_worker_ext.hooks import JOB
 from sparrowrl.vllm_worker_ext.prefixes import Prefixes
 from sparrowrl.vllm_worker_ext.receiver import Reply
-from sparrowrl.vllm_worker_ext.versions import check_supported
+from sparrowrl.vllm_worker_ext.versions import check_supported, facts
 from sparrowrl.vllm_worker_ext.worker_extension import call_receiver
 
 _POLL_S = 0.005
@@ -77,6 +77,7 @@ class Follower:
         self._answered: int | None = None  # id of the request that was answered last
         self._rank_error: ErrorInfo | None = None
         self._draining: Ready | None = None
+        self._drain_until = 0.0
         self._paused: Any = None  # the scheduler's pause state before the drain
         self._written: EngineStatus | None = None
         self._stop = threading.Event()
@@ -149,7 +150,7 @@ class Follower:
             what = f"version {newest} to be staged (now: {self.status.version}, {self.status.condition})"
             self._activate_now(self._wait(deadline, what, self._ready))
             newest = max(newest, self._known_newest() or 0)
-        self._core.set_weight_version(str(self.status.version))
+        self._tell_version()
         self._write()
         logger.info("at version %s, all live weights proved", self.status.version)
 
@@ -194,7 +195,7 @@ class Follower:
     # The watcher's thread.
 
     def _watch(self) -> None:
-        told = ""
+        told, late = "", None
         while not self._stop.wait(_POLL_S):
             self._agent.poll()
             problem = ""
@@ -202,6 +203,9 @@ class Follower:
                 self._write()
                 if not self._busy.is_set():
                     self._look()
+                elif self._draining not in (None, late) and time.monotonic() > self._drain_until:
+                    late = self._draining  # the engine may be making no steps, paused by its owner
+                    self._submit(self._end_drain)
             except (SparrowError, OSError) as error:
                 problem = f"node directory {self._node.root}: {error}"
                 if isinstance(error, CorruptData):
@@ -260,6 +264,7 @@ class Follower:
             from vllm.v1.core.sched.interface import PauseState
 
             self._draining, self._paused = ready, self._core.scheduler.pause_state
+            self._drain_until = time.monotonic() + self._config.drain_timeout
             self._core.scheduler.set_pause_state(max(self._paused, PauseState.PAUSED_NEW))
             self._core._idle_state_callbacks.append(lambda core: self._end_drain())
             return
@@ -270,10 +275,18 @@ class Follower:
         return not self._core.scheduler.running and not self._core.batch_queue
 
     def _end_drain(self) -> None:
-        if self._draining is None or not self._drained():
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self._draining is None:
             return
+        if not self._drained():
+            if time.monotonic() < self._drain_until:
+                return
+            waited, running = self._config.drain_timeout, len(self._core.scheduler.running)
+            logger.warning("%d requests are running still after %d s of drain: they go on across", running, waited)
         ready, self._draining = self._draining, None
-        self._core.scheduler.set_pause_state(self._paused)
+        if self._core.scheduler.pause_state == PauseState.PAUSED_NEW:  # else its owner has paused or resumed it since
+            self._core.scheduler.set_pause_state(self._paused)
         self._activate_now(ready)
         # An idle core is about to wait for input, and would not notice that requests can be scheduled again.
         self._submit(self._busy.clear)
@@ -293,7 +306,7 @@ class Follower:
         if ok and scheduler is not None:
             if self.status.state != old:
                 self.prefixes.change(ready.manifest.target_state, scheduler)
-            self._core.set_weight_version(str(self.status.version))
+            self._tell_version()
         pause_ms = 1000 * (time.perf_counter() - began)
         if ok:
             aborted = len(before - set(scheduler.requests)) if scheduler is not None else 0
@@ -417,6 +430,11 @@ class Follower:
         )
         if not agree:
             logger.error("what this engine holds is unknown, so it serves nothing until an anchor restores it")
+
+    def _tell_version(self) -> None:
+        """Have vLLM's own clients see the version, where vLLM has a place for it."""
+        if facts().keeps_version:
+            self._core.set_weight_version(str(self.status.version))
 
     def _raise_failure(self, replies: list[Reply]) -> None:
         from sparrowrl import errors

@@ -54,8 +54,11 @@ class Reload:
         self._processed = [record.get(module, Processed(module, own=True)) for module in processed]
         self._plain = tuple(plain)
         self._names = {module: name for name, module in model.named_modules()}
-        # Elements that a module gets when it is whole, where vLLM counts fewer than it has (padding).
-        self._partial: dict[torch.nn.Module, int] = {}
+        self._owners: dict[str, torch.nn.Module] = {}
+        # Found out by `prove`. Modules whose loaders vLLM's reload does not see: all their memory is allocated at once.
+        self._unseen: set[torch.nn.Module] = set()
+        # How many elements are loaded into a module that is whole, where these are not all that it has (padding).
+        self._whole: dict[torch.nn.Module, int] = {}
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:
@@ -100,14 +103,14 @@ class Reload:
         kept = {name: _bytes(tensor) for name, tensor in tensors.items()}
         try:
             for byte in _PATTERNS:
-                for tensor in tensors.values():
-                    _fill(tensor, byte)
-                with _Allocations(byte):
-                    self._run(weights(), first=True)
-                self._check_same(tensors, kept)
+                wrong = self._try(weights, tensors, kept, byte)
+                if unseen := {self._owners[name] for name in wrong} - self._unseen - set(self._plain):
+                    self._unseen |= unseen
+                    wrong = self._try(weights, tensors, kept, byte)
+                _check_none(wrong)
             if not all(known.own for known in self._processed):
                 self.run(())
-                self._check_same(tensors, kept)
+                _check_none(self._wrong(tensors, kept))
         except _LOADER_ERRORS as error:
             _put_back(tensors, kept)
             raise PlacementError(
@@ -119,22 +122,24 @@ class Reload:
             raise
         return self.digest()
 
-    def _check_same(self, tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+    def _try(
+        self, weights: Callable[[], Weights], tensors: dict[str, Tensor], kept: dict[str, Tensor], byte: int
+    ) -> list[str]:
+        """Fill the tensors, and all memory allocated in a reload, with `byte`; the names of those left wrong."""
+        for tensor in tensors.values():
+            _fill(tensor, byte)
+        with _Allocations(byte):
+            self._run(weights(), first=True)
+        return self._wrong(tensors, kept)
+
+    def _wrong(self, tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> list[str]:
         now = self._tensors()
-        wrong = [name for name, bits in kept.items() if name not in now or not torch.equal(_bytes(now[name]), bits)]
-        wrong += [name for name in now if name not in kept]
-        wrong += [
-            name for name, tensor in now.items() if name in kept and tensor.data_ptr() != tensors[name].data_ptr()
-        ]
-        if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise PlacementError(
-                f"{', '.join(wrong[:3])}{more}: expected a reload of the weights that the engine holds to give the "
-                "bytes that it has, got others: vLLM does not load this engine's weights again faithfully"
-            )
+        moved = [name for name in {**now, **tensors} if not _is_same(now.get(name), tensors.get(name))]
+        return moved or [name for name, data in kept.items() if not torch.equal(_bytes(now[name]), data)]
 
     def _run(self, weights: Weights, first: bool) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 
         modules = [known.module for known in self._processed]
         saved = [_Saved(module) for module in modules]
@@ -149,8 +154,11 @@ class Reload:
         try:
             with self._surroundings():
                 initialize_layerwise_reload(container)
-                self._model.load_weights(weights)
-                loaded = self._check_whole(first)
+                with _Writes(self._allocate_unseen()) as writes:
+                    self._model.load_weights(weights)
+                loaded = self._check_whole(writes.elements, first)
+                for module in loaded & self._unseen:
+                    _layerwise_process(module, get_layerwise_info(module))
                 finalize_layerwise_reload(container, self._config.model_config)
                 self._process_the_rest(loaded, begun)
                 for known, one in zip(self._processed, saved, strict=True):
@@ -177,23 +185,36 @@ class Reload:
                         rewind(earlier.before)
                         return
 
-    def _check_whole(self, first: bool) -> set[torch.nn.Module]:
+    def _allocate_unseen(self) -> dict[int, torch.nn.Module]:
+        """Give the unseen modules memory to load into; returns which storage is whose."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+        storages: dict[int, torch.nn.Module] = {}
+        for module in self._unseen:
+            materialize_layer(module, get_layerwise_info(module))
+            _unwrap_loaders(module)
+            storages |= {storage_of(tensor): module for tensor in module._parameters.values()}
+        return storages
+
+    def _check_whole(self, writes: dict[torch.nn.Module, int], first: bool) -> set[torch.nn.Module]:
         """The modules of which all weights came. Raises PlacementError if there is one of which only some came."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         loaded = set()
         for module in (known.module for known in self._processed):
             info = get_layerwise_info(module)
-            if info.can_load() and info.load_numel > 0:
-                if first:
-                    self._partial[module] = info.load_numel
-                whole, got = self._partial.get(module, info.load_numel_total), info.load_numel
-                if got != whole:
-                    raise PlacementError(
-                        f"{self._names[module]}: expected all of its weights or none, got {got} elements of {whole}"
-                    )
-            if not info.can_load() or info.load_numel > 0:
+            if not info.can_load():  # vLLM has processed it
                 loaded.add(module)
+            elif got := writes.get(module, 0) if module in self._unseen else info.load_numel:
+                loaded.add(module)
+                if first:
+                    self._whole[module] = got
+                if got != self._whole.get(module):
+                    raise PlacementError(
+                        f"{self._names[module]}: expected all of its weights or none, got {got} elements of "
+                        f"{self._whole.get(module, info.load_numel_total)}"
+                    )
         return loaded
 
     def _process_the_rest(self, loaded: set[torch.nn.Module], begun: set[tuple[int, torch.nn.Module]]) -> None:
@@ -215,14 +236,15 @@ class Reload:
         others = {storage_of(p) for m in self._model.modules() if m not in ours for p in m._parameters.values()} - {0}
         found: dict[str, Tensor] = {}
         seen = set()
-        for name, tensor in self._named():
+        for module, name, tensor in self._named():
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() and not tensor.is_meta and storage_of(tensor) not in others and key not in seen:
                 seen.add(key)
                 found[name] = tensor
+                self._owners[name] = module
         return found
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _named(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
         modules = [*(Processed(module, own=True) for module in self._plain), *self._processed]
         for known in modules:
             leaves = Attributes.of(known.module).leaves if known.made else {}
@@ -230,7 +252,7 @@ class Reload:
             parts |= {name: b for name, b in known.module.named_buffers(recurse=False) if name in known.buffers}
             parts |= {path: leaves[path].tensor for path in known.made if path in leaves}
             for name in sorted(parts):
-                yield f"{self._names[known.module]}.{name}".removeprefix("."), parts[name]
+                yield known.module, f"{self._names[known.module]}.{name}".removeprefix("."), parts[name]
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -311,6 +333,31 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name in processing.ALLOCATION and isinstance(result, Tensor) and not result.is_meta:
             _fill(result, self._byte)
         return result
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements that are written to each module's storages."""
+
+    def __init__(self, storages: dict[int, torch.nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements: dict[torch.nn.Module, int] = {}
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            module = self._storages.get(storage_of(value))
+            if module is not None and argument.alias_info is not None and argument.alias_info.is_write:
+                self.elements[module] = self.elements.get(module, 0) + value.numel()
+        return func(*args, **(kwargs or {}))
+
+
+def _check_none(wrong: list[str]) -> None:
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise PlacementError(
+            f"{', '.join(wrong[:3])}{more}: expected a reload of the weights that the engine holds to give the bytes "
+            "that it has, got others: vLLM does not load this engine's weights again faithfully"
+        )
 
 
 def _fill(tensor: Tensor, byte: int) -> None:

@@ -11,14 +11,22 @@ from sparrowrl.errors import EngineUnsupported
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One tested vLLM release. `stamps_requests`: finished requests say which weight versions made which tokens."""
+    """What one tested vLLM release can do.
 
+    engine_starts_updates: the worker has its weight-transfer engine start vLLM's own updates, not starts them itself.
+    keeps_version: the engine core keeps a weight version (`set_weight_version`) that clients can ask for.
+    stamps_requests: finished requests say which weight versions made which tokens.
+    """
+
+    engine_starts_updates: bool
+    keeps_version: bool
     stamps_requests: bool
 
 
 TESTED: dict[str, Facts] = {
-    "0.29.0": Facts(stamps_requests=False),
-    "0.32.0": Facts(stamps_requests=True),
+    "0.24.0": Facts(engine_starts_updates=False, keeps_version=False, stamps_requests=False),
+    "0.29.0": Facts(engine_starts_updates=True, keeps_version=True, stamps_requests=False),
+    "0.32.0": Facts(engine_starts_updates=True, keeps_version=True, stamps_requests=True),
 }
 
 

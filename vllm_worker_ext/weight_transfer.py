@@ -6,9 +6,9 @@ Nothing goes through vLLM's own update calls, which exist for trainers that push
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,10 +32,11 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
     update_info_cls = NoInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        facts()
-        super().__init__(config, vllm_config, device, model)
-        self.receiver = Receiver(model, vllm_config)  # type: ignore[arg-type]
+    def __init__(self, *what_vllm_knows: Any) -> None:
+        super().__init__(*what_vllm_knows)
+        if not facts().engine_starts_updates:
+            _refuse_in_workers()
+        self.receiver: Receiver | None = None  # made when the follower calls its worker
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Refused, as all of vLLM's update calls are. Raises EngineUnsupported."""
@@ -49,7 +50,7 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
         """Refused."""
         _refuse()
 
-    def receive_weights(self, update_info: NoInfo) -> None:
+    def receive_weights(self, *update: Any) -> None:
         """Refused."""
         _refuse()
 
@@ -57,9 +58,30 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
         """Refused."""
         _refuse()
 
+    @staticmethod
+    def trainer_send_weights(*update: Any) -> None:
+        """Refused."""
+        _refuse()
+
     def shutdown(self) -> None:
         """Stop staging. The weights stay as they are."""
-        self.receiver.close()
+        if self.receiver is not None:
+            self.receiver.close()
+
+
+@cache
+def _refuse_in_workers() -> None:
+    """Refuse vLLM's update calls where the worker itself begins an update, and takes its model apart for it."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    check = Worker._check_weight_transfer_engine
+
+    def check_and_refuse(worker: Any) -> None:
+        check(worker)
+        if isinstance(worker.weight_transfer_engine, SparrowEngine):
+            _refuse()
+
+    Worker._check_weight_transfer_engine = check_and_refuse
 
 
 def _refuse() -> NoReturn:
