@@ -1,150 +1,231 @@
-"""How the ranks of an engine do something together or not at all, whichever of them fails, hangs or dies.
+"""How the ranks of one engine exchange data and come to one answer: through files in a folder of the node directory.
 
-They meet in a folder of their node directory. A vote is a file that appears whole; the decision is one file that can be
-made only once, by whoever is first: "all have succeeded", by a rank that has seen every vote, or what went wrong, by a
-rank that has seen a bad vote or has waited long enough. All follow the decision, also one that comes late.
+    <event>.<rank>.data    what a rank shares or offers
+    <event>.<rank>.vote    an empty file: this rank can commit; removed as soon as it knows the decision
+    <event>.decision       an empty file: commit; the problem: abort
+
+The decision can be created only once, because both ways to create it are hard links of a complete file. A commit is a
+link of rank 0's vote, so it needs in one step that there is no decision yet and that rank 0 has not left the event: a
+rank that saw all votes and was then stopped for a long time cannot commit what the others gave up, even when the
+abort has been removed meanwhile. Only rank 0 removes an abort, and its own vote first.
+
+A decision to commit, and data that everyone has, stay until all ranks have come to a later event: then none can be in
+an earlier one. A rank that hangs would keep everything else too, so the last two failed events are kept and those
+before are removed. Whoever comes to one of them later misses votes and aborts, which is what the others did.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from sparrowrl.errors import DeadlineExceeded, StateError, UnknownState
+from sparrowrl.errors import ConfigError, DeadlineExceeded, StateError, TransportError, UnknownState
 from sparrowrl.transport.node import write_atomically
 
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
-_KEPT = 2  # of a rank's offers: while it makes a new one, others may still be reading the one before
+_FAILED_KEPT = 2
+_OFFERS_KEPT = 2  # while a rank makes a new one, others may still be looking at the one before
+_NO_ROOM = b"\0"
 
 
 class Agreement:
-    """One rank's side. An `event` is named alike by all ranks, and no name is used twice for a decision."""
+    """One rank's part, for one thread at a time; another may make offers and look for them.
+
+    An event has a name that is the same on all ranks, safe as a file name and never used again; all ranks go through
+    events in the same order, and may leave some out. With a world of 1 no file is touched.
+    """
 
     def __init__(self, folder: Path, rank: int, world: int, deadline: float) -> None:
-        """`folder` exists; `deadline` is in seconds, for each wait."""
+        """`folder` is made if only itself is missing; `deadline` is how many seconds each event may take.
+
+        Raises ConfigError if the folder cannot be made.
+        """
         self.rank, self.world = rank, world
         self._folder, self._deadline = folder, deadline
-        self._offers: deque[str] = deque()
-        self._shares: deque[str] = deque()
-        self._alone: dict[str, bytes] = {}  # what a world of one has offered
-        self._decided: list[str] = []
+        self._offers: dict[str, bytes] = {}  # this rank's newest
+        self._complete: list[str] = []  # paths left by the last event to which all ranks came, at most one
+        self._failed: list[str] = []  # paths left by the events since then
+        if world > 1:
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"folder for the ranks' agreement {folder}: {error}") from error
 
     def offer(self, event: str, data: bytes) -> None:
-        """Give the other ranks `data`. Raises OSError if there is no room, or no folder."""
-        self._put(self._offers, event, data)
+        """Give the other ranks data and do not wait. Raises OSError if it cannot be written."""
+        self._offers.pop(event, None)
+        self._offers[event] = data
+        *old, _ = self._offers
+        for name in old[: 1 - _OFFERS_KEPT]:
+            del self._offers[name]
+            _remove([self._path(name, self.rank, "data")])
+        if self.world > 1:
+            write_atomically(Path(self._path(event, self.rank, "data")), data)
 
     def offered(self, event: str) -> list[bytes] | None:
-        """What all ranks have offered, in rank order; None as long as one has not."""
-        if self.world == 1:
-            return [self._alone[event]] if event in self._alone else None
-        found = [self._read(self._file(event, rank)) for rank in range(self.world)]
-        return [data for data in found if data is not None] if None not in found else None
+        """What all ranks have offered, in rank order; None as long as one has not. Raises OSError without a folder."""
+        got = {self.rank: self._offers[event]} if event in self._offers else {}
+        if self.world > 1:
+            self._collect(event, got)
+        return [got[rank] for rank in range(self.world)] if len(got) == self.world else None
 
     def share(self, event: str, data: bytes, within: str) -> list[bytes]:
-        """Offer `data` and wait for what the others offer, in the course of what is to be decided as `within`.
+        """Every rank's data, in rank order; part of what is decided as the event `within`.
 
-        Raises StateError as soon as it is known that `within` has failed, DeadlineExceeded that names the ranks that
-        did not come.
+        Raises StateError as soon as that has been decided, for a rank has failed then; DeadlineExceeded that names the
+        ranks which did not come in time; and TransportError if the folder is gone or the data cannot be written or
+        read.
         """
-        self._put(self._shares, event, data)
-        end, pause = time.monotonic() + self._deadline, _FIRST_PAUSE_S
-        while (found := self.offered(event)) is None:
-            problem = self._read(self._decision(within))
-            if problem is not None:
-                raise StateError(f"expected all ranks to succeed, but {problem.decode()}")
-            if time.monotonic() > end:
-                raise DeadlineExceeded(self._missing(event))
-            pause = _sleep(pause)
-        return found
+        if self.world == 1:
+            return [data]
+        got = {self.rank: data}
+        own = self._path(event, self.rank, "data")
+        try:
+            write_atomically(Path(own), data)
+            for left in self._looks():
+                self._collect(event, got)
+                if len(got) == self.world or left <= 0:
+                    break
+                if os.path.exists(self._path(within, "decision")):
+                    raise StateError(f"expected all ranks to succeed, but {self._settle(within, '')}")
+        except OSError as error:
+            raise TransportError(
+                f"sharing {event} ({len(data)} bytes) through {self._folder}: {error}; keep the node directory for as "
+                "long as the engine lives, and room in it"
+            ) from error
+        finally:
+            self._left(own, complete=len(got) == self.world)
+        if len(got) < self.world:
+            missing = self._missing(set(range(self.world)) - got.keys())
+            raise DeadlineExceeded(f"sharing {event}: expected data of {self.world} ranks; {missing}")
+        return [got[rank] for rank in range(self.world)]
 
     def decide(self, event: str, problem: str | None) -> str | None:
-        """Say how it went here (`problem`, None if well) and wait for the others.
+        """All or nothing: None if every rank came with None, else a problem ("rank 1: ...").
 
-        Returns None on every rank if it went well on all; else, on every rank, the same words about one that failed or
-        did not come. Raises UnknownState if that cannot be found out.
+        Every rank gets the same answer, whatever dies, hangs or comes late. The words are the same too, except for a
+        rank that has no room to write or is more than two events late. Raises UnknownState if this rank was ready to
+        commit and cannot learn what was decided; a rank that can neither write its vote nor read answers with a
+        problem, because without its vote nobody commits.
         """
+        own = None if problem is None else f"rank {self.rank}: {problem}"
         if self.world == 1:
-            return problem
-        vote = f"{event}-vote"
-        end, pause = time.monotonic() + self._deadline, _FIRST_PAUSE_S
-        try:
-            self._write_vote(vote, problem)
-            while (decision := self._read(self._decision(event))) is None:
-                votes = self.offered(vote)
-                if problem is not None:
-                    self._propose(event, f"rank {self.rank}: {problem}")
-                elif votes is not None:
-                    self._propose(event, "")
-                elif time.monotonic() > end:
-                    self._propose(event, self._missing(vote))
-                else:
-                    pause = _sleep(pause)
-        except OSError as error:
-            raise UnknownState(
-                f"rank {self.rank}: cannot know what the ranks have decided on {event}: {error}"
-            ) from error
-        self._decided.append(event)
-        if not decision:
-            self._forget()
-        return decision.decode() or None
-
-    def _put(self, kept: deque[str], event: str, data: bytes) -> None:
-        if event not in kept:
-            kept.append(event)
-        if len(kept) > _KEPT:
-            oldest = kept.popleft()
-            self._alone.pop(oldest, None)
-            self._file(oldest, self.rank).unlink(missing_ok=True)
-        if self.world == 1:
-            self._alone[event] = data
+            return own
+        if own is None:
+            own = self._vote(event)
+        if own is None:
+            answer = self._await_decision(event)
         else:
-            write_atomically(self._file(event, self.rank), data)
+            try:
+                answer = self._settle(event, own)
+            except OSError:
+                answer = own
+        with suppress(OSError):  # a vote that stays keeps its decision, too
+            _remove([self._path(event, self.rank, "vote")])
+            self._left(self._path(event, "decision"), complete=not answer)
+        return answer or None
 
-    def _write_vote(self, vote: str, problem: str | None) -> None:
-        if problem is None:  # whoever has a problem makes the decision itself
-            write_atomically(self._file(vote, self.rank), b"")
-
-    def _propose(self, event: str, decision: str) -> None:
-        """Make the decision, unless it has been made."""
-        proposal = self._file(f"{event}-proposal", self.rank)
-        write_atomically(proposal, decision.encode())
+    def _vote(self, event: str) -> str | None:
+        """Say that this rank can commit; the problem if it cannot say so."""
         try:
-            os.link(proposal, self._decision(event))
-        except FileExistsError:
-            pass
+            os.close(os.open(self._path(event, self.rank, "vote"), os.O_WRONLY | os.O_CREAT, 0o600))
+        except OSError as error:
+            return f"rank {self.rank}: cannot vote in {self._folder}: {error}"
+        return None
+
+    def _await_decision(self, event: str) -> str:
+        """The decision that another rank made, or that this one made when it saw all votes or the deadline came."""
+        missing = set(range(self.world))
+        for left in self._looks():
+            try:
+                names = set(os.listdir(self._folder))
+                missing -= {rank for rank in missing if f"{event}.{rank}.vote" in names}
+                if f"{event}.decision" in names or not missing or left <= 0:
+                    return self._settle(event, self._missing(missing) if missing else "")
+            except OSError as error:
+                if left <= 0 or not self._folder.is_dir():
+                    raise UnknownState(
+                        f"{event}: expected a decision of all ranks in {self._folder}, got {error}; whether the "
+                        "others committed is not known: restore an anchor on all ranks"
+                    ) from error
+        raise AssertionError("the last look is at the deadline")
+
+    def _settle(self, event: str, problem: str) -> str:
+        """The decision that there is; if there is none, abort for `problem`, or commit if that is empty."""
+        decision = self._path(event, "decision")
+        while True:
+            with suppress(FileNotFoundError), open(decision, "rb") as file:
+                text = file.read()
+                return "a rank aborted and had no room to say why" if text == _NO_ROOM else text.decode()
+            try:
+                if problem:
+                    self._link_text(event, problem, decision)
+                else:
+                    os.link(self._path(event, 0, "vote"), decision)
+            except FileExistsError:
+                continue
+            except FileNotFoundError:
+                if problem:  # not even a draft can be written: the folder is gone
+                    raise
+                problem = f"rank {self.rank}: came back after rank 0 had left the event"
+
+    def _link_text(self, event: str, text: str, decision: str) -> None:
+        draft = os.path.join(self._folder, f".{event}.{self.rank}")
+        try:
+            try:
+                with open(draft, "wb") as file:
+                    file.write(text.encode(errors="backslashreplace"))
+            except OSError:
+                with open(draft, "wb") as file:
+                    file.truncate(len(_NO_ROOM))  # a hole needs no room, and is not the empty file of a commit
+            os.link(draft, decision)
         finally:
-            proposal.unlink(missing_ok=True)
+            _remove([draft])
 
-    def _forget(self) -> None:
-        """All ranks have come to the newest event, so nobody looks at those before it any more."""
-        *old, newest = self._decided
-        for event in old:
-            self._file(f"{event}-vote", self.rank).unlink(missing_ok=True)
-            if self.rank == 0:
-                self._decision(event).unlink(missing_ok=True)
-        self._decided = [newest]
+    def _collect(self, event: str, got: dict[int, bytes]) -> None:
+        """Add to `got` what other ranks have shared."""
+        names = set(os.listdir(self._folder))
+        for rank in set(range(self.world)) - got.keys():
+            if f"{event}.{rank}.data" in names:
+                with suppress(FileNotFoundError), open(self._path(event, rank, "data"), "rb") as file:
+                    got[rank] = file.read()
 
-    def _missing(self, event: str) -> str:
-        absent = [str(rank) for rank in range(self.world) if not self._file(event, rank).exists()]
-        return f"rank {', '.join(absent)} did not come within {self._deadline:g} s (SPARROWRL_RANK_TIMEOUT)"
+    def _left(self, path: str, complete: bool) -> None:
+        """Remember what this event left behind, and remove what no rank can need any more."""
+        if complete:  # every rank came to this event, so every rank has left the earlier ones
+            old = self._complete + self._failed
+            self._complete, self._failed = [path], []
+        else:
+            self._failed = [*filter(os.path.exists, self._failed), path]
+            old = [name for name in self._failed if self.rank == 0 or name.endswith(".data")][:-_FAILED_KEPT]
+        with suppress(OSError):
+            _remove(old)
 
-    def _file(self, event: str, rank: int) -> Path:
-        return self._folder / f"{event}.{rank}"
+    def _looks(self) -> Iterator[float]:
+        """The seconds left, before each look at the folder; the last look comes when none are left."""
+        deadline = time.monotonic() + self._deadline
+        pause = _FIRST_PAUSE_S
+        left = self._deadline
+        while left > 0:
+            yield left
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+            left = deadline - time.monotonic()
+        yield left
 
-    def _decision(self, event: str) -> Path:
-        return self._folder / f"{event}.decision"
+    def _missing(self, ranks: Iterable[int]) -> str:
+        names = ", ".join(map(str, sorted(ranks)))
+        return f"not within {self._deadline:g} s: ranks {names}; look at their logs, or give them more time"
 
-    def _read(self, path: Path) -> bytes | None:
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            self._folder.stat()  # raises if it is the folder that is not there
-            return None
+    def _path(self, event: str, *parts: object) -> str:
+        return os.path.join(self._folder, ".".join(map(str, (event, *parts))))
 
 
-def _sleep(pause: float) -> float:
-    time.sleep(pause)
-    return min(2 * pause, _LONGEST_PAUSE_S)
+def _remove(paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            os.unlink(path)

@@ -163,7 +163,6 @@ class Receiver:
         node, credentials = NodeDirectory.open(node_dir), Credentials.load(token_file)
         self._node, self._credentials = node, credentials
         folder = node.root / f"ranks-{self._vllm_config.instance_id}"
-        folder.mkdir(exist_ok=True)
         self._ranks = Agreement(folder, self.rank, self._world, config.timeout)
         with self._together("attach") as (ranks, event):
             key = artifact_key(credentials.run, 0, "origin")

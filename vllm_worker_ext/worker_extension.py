@@ -14,7 +14,7 @@ def receiver_of(worker: Any) -> Receiver:
     if own is None:
         own = worker._sparrow_receiver = Receiver(worker.get_model(), worker.vllm_config)
         engine = getattr(worker, "weight_transfer_engine", None)
-        if hasattr(engine, "receiver"):
+        if engine is not None and hasattr(engine, "receiver"):
             engine.receiver = own  # which closes it when the engine is shut down
     assert isinstance(own, Receiver)
     return own
