@@ -77,7 +77,6 @@ class Follower:
         self._answered: int | None = None  # id of the request that was answered last
         self._rank_error: ErrorInfo | None = None
         self._draining: Ready | None = None
-        self._drain_until = 0.0
         self._paused: Any = None  # the scheduler's pause state before the drain
         self._written: EngineStatus | None = None
         self._stop = threading.Event()
@@ -195,7 +194,7 @@ class Follower:
     # The watcher's thread.
 
     def _watch(self) -> None:
-        told, late = "", None
+        told = ""
         while not self._stop.wait(_POLL_S):
             self._agent.poll()
             problem = ""
@@ -203,9 +202,6 @@ class Follower:
                 self._write()
                 if not self._busy.is_set():
                     self._look()
-                elif self._draining not in (None, late) and time.monotonic() > self._drain_until:
-                    late = self._draining  # the engine may be making no steps, paused by its owner
-                    self._submit(self._end_drain)
             except (SparrowError, OSError) as error:
                 problem = f"node directory {self._node.root}: {error}"
                 if isinstance(error, CorruptData):
@@ -264,7 +260,6 @@ class Follower:
             from vllm.v1.core.sched.interface import PauseState
 
             self._draining, self._paused = ready, self._core.scheduler.pause_state
-            self._drain_until = time.monotonic() + self._config.drain_timeout
             self._core.scheduler.set_pause_state(max(self._paused, PauseState.PAUSED_NEW))
             self._core._idle_state_callbacks.append(lambda core: self._end_drain())
             return
@@ -275,18 +270,10 @@ class Follower:
         return not self._core.scheduler.running and not self._core.batch_queue
 
     def _end_drain(self) -> None:
-        from vllm.v1.core.sched.interface import PauseState
-
-        if self._draining is None:
+        if self._draining is None or not self._drained():
             return
-        if not self._drained():
-            if time.monotonic() < self._drain_until:
-                return
-            waited, running = self._config.drain_timeout, len(self._core.scheduler.running)
-            logger.warning("%d requests are running still after %d s of drain: they go on across", running, waited)
         ready, self._draining = self._draining, None
-        if self._core.scheduler.pause_state == PauseState.PAUSED_NEW:  # else its owner has paused or resumed it since
-            self._core.scheduler.set_pause_state(self._paused)
+        self._core.scheduler.set_pause_state(self._paused)
         self._activate_now(ready)
         # An idle core is about to wait for input, and would not notice that requests can be scheduled again.
         self._submit(self._busy.clear)
