@@ -5,30 +5,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
-from sparrowrl.config import Credentials
+from sparrowrl.config import Credentials, RankConfig
 from sparrowrl.delta.keys import artifact_key, layout_key
-from sparrowrl.delta.layout import U64_MASK, Layout, state_id
+from sparrowrl.delta.layout import Layout, state_id
 from sparrowrl.errors import CorruptData, FingerprintMismatch, StateError, UnknownState
-from sparrowrl.kernels.fingerprint import fingerprint
 from sparrowrl.transport.node import ErrorInfo, NextArtifact, NodeDirectory, RankStatus
-from sparrowrl.vllm_worker_ext.changes import Change, sums
-from sparrowrl.vllm_worker_ext.placement import Model, Placement, check_live, learn_placement
-from sparrowrl.vllm_worker_ext.staging import (
-    Held,
-    Staged,
-    check_base,
-    read_manifest,
-    read_segment,
-    synchronize,
-)
+from sparrowrl.vllm_worker_ext import attachment as attaching
+from sparrowrl.vllm_worker_ext import export
+from sparrowrl.vllm_worker_ext.agreement import Agreement
+from sparrowrl.vllm_worker_ext.attachment import Attachment
+from sparrowrl.vllm_worker_ext.census import Parts
+from sparrowrl.vllm_worker_ext.changes import Write
+from sparrowrl.vllm_worker_ext.staging import Held, Staged, check_base, read_manifest, read_segment
+from sparrowrl.vllm_worker_ext.tracing import Model
 
 _POLL_S = 0.005
 _IDLE_POLL_S = 0.02
@@ -49,16 +48,25 @@ class Reply(TypedDict):
 
 
 class Receiver:
-    """The state machine of one rank: exactly at a version, or unknown until an anchor restores it."""
+    """The state machine of one rank: exactly at a version, or unknown until an anchor restores it.
 
-    def __init__(self, model: Model, rank: int) -> None:
-        self._model, self.rank = model, rank
+    The ranks of an engine get the same calls in the same order, and what changes their weights they do together or not
+    at all.
+    """
+
+    def __init__(self, model: Model, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        self._model, self._vllm_config = model, vllm_config
+        self.rank, self._world = parallel.rank, parallel.world_size
         self._lock = threading.RLock()  # held while live weights or what is staged are read or written
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._node: NodeDirectory | None = None
         self._credentials: Credentials | None = None
-        self._placement: Placement | None = None
+        self._attachment: Attachment | None = None
+        self._ranks: Agreement | None = None
+        self._calls = 0  # the same in all ranks: names what they do together
+        self._agreed = False  # whether the ranks have agreed, one way or the other, on the call that runs
         self._held = Held(exact=False)
         self._staged: Staged | None = None
         self._active: str | None = None  # key of the artifact that brought us here
@@ -118,26 +126,67 @@ class Receiver:
                 error=None if error is None else {"error": error.error, "message": error.message},
             )
 
+    @contextmanager
+    def _together(self, what: str) -> Iterator[tuple[Agreement, str]]:
+        """All ranks do the block, or none has done it: if it fails in one, it fails in all, within the deadline.
+
+        The ranks agree at its end, or where the block calls `_agree`.
+        """
+        if self._ranks is None:
+            raise UnknownState(f"rank {self.rank} is not attached to a run yet")
+        self._calls += 1
+        event = f"{self._calls}-{what}"
+        self._agreed = False
+        try:
+            yield self._ranks, event
+        except BaseException as error:
+            if not self._agreed:
+                self._agreed = True
+                self._ranks.decide(event, f"{type(error).__name__}: {error}")
+            raise
+        self._agree(event)
+
+    def _agree(self, event: str) -> None:
+        """Raise StateError if another rank has failed, or did not come in time."""
+        assert self._ranks is not None
+        if not self._agreed:
+            self._agreed = True
+            if (problem := self._ranks.decide(event, None)) is not None:
+                raise StateError(f"expected all ranks to succeed, but {problem}")
+
     def _attach(self, node_dir: str, token_file: str) -> str:
         self.close()
         self._stop = threading.Event()
         self._staged = self._active = self._refused = self._error = None
-        check_live(self._model)
+        self._attachment, self._held = None, Held(exact=False)
+        config = RankConfig.from_environment()
         node, credentials = NodeDirectory.open(node_dir), Credentials.load(token_file)
         self._node, self._credentials = node, credentials
-        key = artifact_key(credentials.run, 0, "origin")
-        origin = read_manifest(node, NextArtifact(key, "origin", None, 0), credentials.run, credentials.run_key)
-        layout = Layout.from_bytes(node.key_path(layout_key(credentials.run, origin.layout)).read_bytes())
-        origin.check_layout(layout)
-        self._placement = learn_placement(self._model, layout)
-        wanted = tuple(tensor.fingerprint for tensor in origin.tensors)
-        try:
-            self._check_live(wanted, 0)
-            self._held = Held(True, 0, origin.target_state, wanted)
-        except FingerprintMismatch as error:
-            self._held = Held(exact=False)
-            advice = "serve the checkpoint that training started from, or have the trainer publish an anchor"
-            self._error = ErrorInfo.of(FingerprintMismatch(f"{error}; {advice}"))
+        folder = node.root / f"ranks-{self._vllm_config.instance_id}"
+        self._ranks = Agreement(folder, self.rank, self._world, config.timeout)
+        with self._together("attach") as (ranks, event):
+            key = artifact_key(credentials.run, 0, "origin")
+            origin = read_manifest(node, NextArtifact(key, "origin", None, 0), credentials.run, credentials.run_key)
+            layout = Layout.from_bytes(node.key_path(layout_key(credentials.run, origin.layout)).read_bytes())
+            origin.check_layout(layout)
+            own = attaching.learn(self._model, self._vllm_config, layout, ranks, event, config.unused)
+            attaching.fill_mirrors(own, self._vllm_config, self._model)
+            parts = own.live_parts()
+            everyone = [
+                np.frombuffer(data, dtype=np.uint64) for data in ranks.share(f"{event}-parts", parts.tobytes(), event)
+            ]
+            wanted = tuple(tensor.fingerprint for tensor in origin.tensors)
+            held = Held(True, 0, origin.target_state, wanted, parts)
+            try:
+                _check_totals(own, everyone, held)
+            except FingerprintMismatch as error:
+                held = Held(exact=False)
+                advice = "serve the checkpoint that training started from, or have the trainer publish an anchor"
+                self._error = ErrorInfo.of(FingerprintMismatch(f"{error}; {advice}"))
+            else:
+                attaching.prove_reload(own)
+            self._agree(event)
+        self._attachment, self._held = own, held
         self._thread = threading.Thread(target=self._follow, name="sparrowrl-stager", daemon=True)
         self._thread.start()
         return "" if self._error is None else self._error.message
@@ -145,11 +194,10 @@ class Receiver:
     # Staging, on a thread of its own.
 
     def _follow(self) -> None:
-        assert self._placement is not None
-        device = self._placement.live[0].device
+        assert self._attachment is not None and self._node is not None
+        device = self._attachment.placement.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pause = 0.0
-        assert self._node is not None
         while not self._stop.wait(pause) and self._node.root.exists():
             with torch.cuda.stream(stream), torch.no_grad():
                 pause = _POLL_S if self._poll(stream) else _IDLE_POLL_S
@@ -174,7 +222,7 @@ class Receiver:
             with self._lock:
                 self._refuse(wanted, error)
             return False
-        return not wanted.committed
+        return not staged.complete
 
     def _begin(self, wanted: NextArtifact | None) -> Staged | None:
         """The draft to go on with: the one there is, a new one, or none if there is nothing to do."""
@@ -186,31 +234,53 @@ class Receiver:
             self._write_status()
         if wanted != self._refused:
             self._refused = None
-        if wanted is None or self._refused is not None or wanted.target == self._held.version:
+        if wanted is None or self._refused is not None or self._is_at(wanted):
             return None
         if staged is None:
             check_base(wanted, self._held)
             self._staged = staged = Staged(wanted)
             self._error = None
             self._write_status()
-        return None if staged.manifest is not None else staged
+        return None if staged.complete else staged
+
+    def _is_at(self, wanted: NextArtifact) -> bool:
+        """Whether there is nothing to do. An anchor of what this rank holds is offered for another rank's sake."""
+        if wanted.kind == "anchor":
+            return self._held.exact and wanted.key == self._active
+        return wanted.target == self._held.version
 
     def _stage(self, staged: Staged, wanted: NextArtifact, stream: torch.cuda.Stream | None) -> None:
-        assert self._node is not None and self._placement is not None and self._credentials is not None
+        assert self._node and self._attachment and self._credentials and self._ranks
         for name in wanted.segments:
             if name in staged.taken or self._stop.is_set():
                 continue
             data = read_segment(self._node, wanted, name)
             with self._lock:
                 check_base(wanted, self._held)
-                staged.take(name, data, self._placement)
+                staged.take(name, data, self._attachment.placement)
                 if stream is not None:
                     stream.synchronize()
-        if wanted.committed and not self._stop.is_set():
+        if not wanted.committed or self._stop.is_set():
+            return
+        event = f"staged-{blake3(repr(wanted).encode()).hexdigest()[:32]}"
+        if staged.manifest is None:
             manifest = read_manifest(self._node, wanted, self._credentials.run, self._credentials.run_key)
             with self._lock:
-                staged.finish(manifest, self._placement, self._held)
-                self._write_status()
+                staged.finish(manifest, self._attachment.placement, self._held)
+            assert staged.parts is not None
+            self._ranks.offer(event, staged.parts.tobytes())
+        self._complete(event, staged)
+
+    def _complete(self, event: str, staged: Staged) -> None:
+        """Once all ranks have staged it, see whether together they will hold what the manifest says."""
+        assert self._ranks is not None and self._attachment is not None
+        everyone = self._ranks.offered(event)
+        if everyone is None:
+            return
+        with self._lock:
+            parts = [np.frombuffer(data, dtype=np.uint64) for data in everyone]
+            staged.agree(parts, self._attachment.census, self._held)
+            self._write_status()
 
     def _refuse(self, artifact: NextArtifact | None, error: Exception) -> None:
         self._staged, self._refused, self._error = None, artifact, ErrorInfo.of(error)
@@ -219,134 +289,108 @@ class Receiver:
     # Between two engine steps.
 
     def _activate(self, key: str) -> str:
-        if self._held.exact and key == self._active:
-            return "active already"
-        staged = self._staged
-        if staged is None or staged.artifact.key != key or staged.manifest is None:
-            got = "nothing" if staged is None else f"{staged.artifact.key}, complete: {staged.manifest is not None}"
-            raise StateError(f"expected {key} to be staged, got {got}")
-        check_base(staged.artifact, self._held)
-        try:
-            if staged.manifest.kind == "anchor":
-                self._restore(staged)
-            else:
-                self._apply(staged)
-        except Exception as error:
-            self._refuse(staged.artifact, error)
-            raise
-        self._held = Held(True, staged.manifest.target, staged.manifest.target_state, staged.fingerprints)
+        with self._together("activate") as (_, event):
+            if self._held.exact and key == self._active:
+                return "active already"
+            staged = self._staged
+            if staged is None or staged.artifact.key != key or not staged.complete:
+                got = "nothing" if staged is None else f"{staged.artifact.key}, complete: {staged.complete}"
+                raise StateError(f"expected {key} to be staged, got {got}")
+            check_base(staged.artifact, self._held)
+            assert staged.manifest is not None
+            try:
+                if staged.manifest.kind == "anchor":
+                    self._restore(staged, event)
+                else:
+                    self._apply(staged, event)
+            except Exception as error:
+                if isinstance(error, UnknownState):
+                    self._held = Held(exact=False)
+                self._refuse(staged.artifact, error)
+                raise
+        manifest = staged.manifest
+        self._held = Held(True, manifest.target, manifest.target_state, staged.fingerprints, staged.parts)
         self._active, self._staged, self._error = key, None, None
         return ""
 
-    def _apply(self, staged: Staged) -> None:
-        """Write a delta and prove it from the bits read back; on any failure put everything back and prove that."""
-        assert self._placement is not None
-        done: list[tuple[Change, Tensor | None]] = []
-        proofs: list[Tensor] = []
-        ordered = sorted(staged.changes, key=lambda change: change.alias)  # aliases last: their owners are written then
+    def _apply(self, staged: Staged, event: str) -> None:
+        """Write a delta, prove it from the bits read back, and see that all ranks have; else put everything back."""
+        assert self._attachment is not None
+        layout, live = self._attachment.placement.layout, self._attachment.placement.live
+        done: list[tuple[Write, Tensor | None]] = []
         try:
-            for change in ordered:
-                if not change.alias:
-                    done.append((change, change.write(self._placement.live[change.live])))
-                proofs.append(self._proof(change))  # at once, while the caches still have what was written
-            self._check_proofs(ordered, proofs, staged.after)
+            for write in staged.writes:  # aliases last: their owners are written then
+                if not write.alias:
+                    done.append((write, write.do(live[write.live])))
+                write.check(
+                    live[write.live], write.after, layout
+                )  # at once, while the caches still have what was written
+            self._attachment.carry()
+            self._agree(event)
         except BaseException:
             self._undo(staged, done)
             raise
-        self._placement.mark_written()
+        self._attachment.placement.mark_written()
 
-    def _undo(self, staged: Staged, done: list[tuple[Change, Tensor | None]]) -> None:
-        assert self._placement is not None
+    def _undo(self, staged: Staged, done: list[tuple[Write, Tensor | None]]) -> None:
+        assert self._attachment is not None
+        layout, live = self._attachment.placement.layout, self._attachment.placement.live
         try:
-            for change, old in reversed(done):
-                change.undo(self._placement.live[change.live], old)
-            self._check_proofs(staged.changes, [self._proof(change) for change in staged.changes], staged.before)
+            for write, old in reversed(done):
+                write.undo(live[write.live], old)
+            for write in staged.writes:
+                write.check(live[write.live], write.before, layout)
+            if done:
+                self._attachment.carry()
         except BaseException as error:
             self._held = Held(exact=False)
             raise UnknownState(f"{staged.artifact.key}: failed, and so did putting it back ({error})") from error
         finally:
-            self._placement.mark_written()
+            self._attachment.placement.mark_written()
 
-    def _restore(self, staged: Staged) -> None:
+    def _restore(self, staged: Staged, event: str) -> None:
         """Write an anchor and audit everything. There is no way back: what fails half-way leaves the rank unknown."""
-        assert self._placement is not None and staged.manifest is not None
+        assert self._attachment is not None and staged.manifest is not None
+        live = self._attachment.placement.live
         self._held = Held(exact=False)
         try:
-            for change in staged.changes:
-                if not change.alias:
-                    change.write(self._placement.live[change.live])
+            for write in staged.writes:
+                if not write.alias:
+                    write.do(live[write.live])
+            self._attachment.carry()
         finally:
-            self._placement.mark_written()
-        self._check_live(staged.fingerprints, staged.manifest.target)
+            self._attachment.placement.mark_written()
+        manifest = staged.manifest
+        self._check_live(Held(True, manifest.target, manifest.target_state, staged.fingerprints, staged.parts))
+        self._agree(event)
 
     # Proof.
 
-    def _proof(self, change: Change) -> Tensor:
-        assert self._placement is not None
-        return change.proof(self._placement.live[change.live], self._placement.layout.seeds[change.tensor])
-
-    def _check_proofs(self, changes: list[Change], proofs: list[Tensor], expected: dict[int, int]) -> None:
-        assert self._placement is not None
-        for number, value in sums(changes, proofs).items():
-            if value != expected[number]:
-                raise FingerprintMismatch(
-                    f"{self._placement.layout.tensors[number].name}: expected the changed weights to sum to "
-                    f"{expected[number]:#x}, read back {value:#x}"
-                )
-
-    def _live_fingerprints(self) -> tuple[int, ...]:
-        assert self._placement is not None
-        layout, live = self._placement.layout, self._placement.live
-        synchronize(live[0].device)
-        totals = []
-        for seed, pieces in zip(layout.seeds, self._placement.pieces, strict=True):
-            parts = [fingerprint(bits, seed, *box) for piece in pieces for bits, *box in piece.rows(live[piece.live])]
-            totals.append(sum(int(part) for part in parts) & U64_MASK)
-        return tuple(totals)
-
-    def _check_live(self, wanted: tuple[int, ...], version: int) -> None:
-        """Audit: raises FingerprintMismatch that names the tensors whose live weights are not those of `wanted`."""
-        assert self._placement is not None
-        layout = self._placement.layout
-        got = self._live_fingerprints()
-        wrong = [spec.name for spec, a, b in zip(layout.tensors, wanted, got, strict=True) if a != b]
-        if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise FingerprintMismatch(
-                f"live weights of {', '.join(wrong[:3])}{more}: expected those of version {version}, state "
-                f"{state_id(layout, wanted).hex()[:16]}, got others"
-            )
+    def _check_live(self, held: Held) -> None:
+        """Audit this rank: raises FingerprintMismatch that names tensors whose live weights are not those of `held`."""
+        assert self._attachment is not None and held.parts is not None
+        _raise_wrong(self._attachment, self._attachment.live_parts() != held.parts, held)
+        self._attachment.check_carried()
 
     def _audit(self) -> str:
-        held = self._held
-        if not held.exact or held.version is None:
-            raise UnknownState(f"rank {self.rank} cannot say what it holds; publish an anchor")
         began = time.perf_counter()
+        held = self._held
         try:
-            self._check_live(held.fingerprints, held.version)
-        except FingerprintMismatch:
-            self._held = Held(exact=False)
-            self._staged = None
+            with self._together("audit"):
+                if not held.exact or held.version is None:
+                    raise UnknownState(f"rank {self.rank} cannot say what it holds; publish an anchor")
+                self._check_live(held)
+        except StateError:
+            self._held, self._staged = Held(exact=False), None
             raise
         return f"version {held.version}, {1000 * (time.perf_counter() - began):.1f} ms"
 
     def _export(self, path: Path) -> str:
-        from safetensors.torch import save_file
-
-        if self._placement is None:
-            raise UnknownState(f"rank {self.rank} is not attached to a run yet")
-        tensors: dict[str, Tensor] = {}
-        for spec, pieces in zip(self._placement.layout.tensors, self._placement.pieces, strict=True):
-            out = torch.empty(spec.numel, dtype=self._placement.live[pieces[0].live].dtype if pieces else torch.int8)
-            for piece in pieces:
-                bits = self._placement.live[piece.live].as_strided(piece.sizes, piece.target_strides, piece.target)
-                out.as_strided(piece.sizes, piece.source_strides, piece.source).copy_(bits)
-            tensors[spec.name] = out.view(spec.torch_dtype).reshape(spec.shape)
-        held = "unknown" if self._held.version is None else str(self._held.version)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(tensors, temporary, {"format": "pt", "version": held})
-        os.replace(temporary, path)
-        return str(path)
+        with self._together("export") as (ranks, event):
+            if self._attachment is None:
+                raise UnknownState(f"rank {self.rank} is not attached to a run yet")
+            version = "unknown" if self._held.version is None else str(self._held.version)
+            return export.write(self._attachment.placement, path, version, ranks, event)
 
     def _write_status(self) -> None:
         if self._node is None:
@@ -358,7 +402,7 @@ class Receiver:
             version=self._held.version,
             state=None if self._held.state is None else self._held.state.hex(),
             condition="exact" if self._held.exact else "unknown",
-            staged=staged.artifact.key if staged is not None and staged.manifest is not None else None,
+            staged=staged.artifact.key if staged is not None and staged.complete else None,
             stage_ms=staged.milliseconds if staged is not None else 0.0,
             error=self._error,
         )
@@ -375,3 +419,22 @@ class Receiver:
                 there = None
             if there != self._status:
                 self._write_status()
+
+
+def _check_totals(attachment: Attachment, parts: list[Parts], held: Held) -> None:
+    """Raise FingerprintMismatch unless what the ranks hold together is what `held` says."""
+    totals = attachment.census.totals(parts)
+    wrong = totals != np.array(held.fingerprints, dtype=np.uint64)
+    wrong[sorted(attachment.census.unused)] = False
+    _raise_wrong(attachment, wrong, held)
+
+
+def _raise_wrong(attachment: Attachment, wrong: Any, held: Held) -> None:
+    layout = attachment.placement.layout
+    names = [layout.tensors[n].name for n in np.flatnonzero(wrong)]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise FingerprintMismatch(
+            f"live weights of {', '.join(names[:3])}{more}: expected those of version {held.version}, state "
+            f"{state_id(layout, held.fingerprints).hex()[:16]}, got others"
+        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from blake3 import blake3
-from torch import Tensor
 
 from sparrowrl.delta.blocks import DenseBlock
 from sparrowrl.delta.box import Box, first_overlap
@@ -16,7 +17,8 @@ from sparrowrl.delta.manifest import Manifest
 from sparrowrl.delta.segment import decode_segment
 from sparrowrl.errors import CorruptData, FingerprintMismatch, FormatError, UnknownState, WrongBase
 from sparrowrl.transport.node import NextArtifact, NodeDirectory
-from sparrowrl.vllm_worker_ext.changes import Change, changes_of, sums
+from sparrowrl.vllm_worker_ext.census import Census, Parts
+from sparrowrl.vllm_worker_ext.changes import Change, Write, as_writes, changes_of, parts
 from sparrowrl.vllm_worker_ext.placement import Placement
 
 
@@ -24,21 +26,24 @@ from sparrowrl.vllm_worker_ext.placement import Placement
 class Held:
     """What a rank holds: a version, its state id and the fingerprint (u64) of every tensor of the layout.
 
-    `exact` is False for an engine that cannot say what it holds; the rest is then what it held last, or nothing.
+    `parts` is what this rank's own weights add to each fingerprint. `exact` is False for an engine that cannot say what
+    it holds; the rest is then what it held last, or nothing.
     """
 
     exact: bool
     version: int | None = None
     state: bytes | None = None
     fingerprints: tuple[int, ...] = ()
+    parts: Parts | None = None
 
 
 @dataclass(slots=True)
 class Staged:
     """One artifact on its way to activation.
 
-    `before` and `after` are, for each changed tensor, the parts of its fingerprint that the changed weights make up
-    now and after the activation; `manifest` is there once everything has been checked.
+    `before` and `after` are, for each changed tensor, what the changed weights of this rank add to its fingerprint now
+    and after the activation. When all segments are there, `manifest` is set, and `parts` is what all of the rank's
+    weights will add; when those of all ranks add up to what the manifest says, the artifact is `complete`.
     """
 
     artifact: NextArtifact
@@ -49,36 +54,37 @@ class Staged:
     dense: set[int] = field(default_factory=set)
     before: dict[int, int] = field(default_factory=dict)
     after: dict[int, int] = field(default_factory=dict)
+    writes: list[Write] = field(default_factory=list)
     manifest: Manifest | None = None
+    parts: Parts | None = None
     fingerprints: tuple[int, ...] = ()
+    complete: bool = False
     milliseconds: float = 0.0
 
     def take(self, name: str, data: bytes, placement: Placement) -> None:
         """Decode one segment, map it and compute its parts of the fingerprints. Raises FormatError, LayoutError."""
         began = time.perf_counter()
-        device = placement.live[0].device
         added: list[Change] = []
-        for block in decode_segment(data, placement.layout, device):
+        for block in decode_segment(data, placement.layout, placement.device):
             self.boxes.setdefault(block.tensor, []).append(block.box)
             self.counts[block.tensor] = self.counts.get(block.tensor, 0) + block.count
             if isinstance(block, DenseBlock):
                 self.dense.add(block.tensor)
             added += changes_of(block, placement)
-        if self.artifact.kind == "delta":
-            _add(self.before, sums(added, _proofs(added, placement, expected=False)))
-        _add(self.after, sums(added, _proofs(added, placement, expected=True)))
+        before, after = parts(added, placement)
+        _add(self.before, before)
+        _add(self.after, after)
         self.changes += added
         self.taken.add(name)
         self.milliseconds += 1000 * (time.perf_counter() - began)
 
     def finish(self, manifest: Manifest, placement: Placement, held: Held) -> None:
-        """Check the whole against its manifest and what is held: after this, activation can only fail by accident.
+        """Check this rank's work against the manifest and what is held, and get the writes ready.
 
-        Raises WrongBase, UnknownState, CorruptData, FingerprintMismatch or LayoutError.
+        Raises WrongBase, UnknownState, CorruptData or LayoutError.
         """
         began = time.perf_counter()
-        layout = placement.layout
-        manifest.check_layout(layout)
+        manifest.check_layout(placement.layout)
         check_base(self.artifact, held)
         if manifest.kind == "delta" and manifest.base_state != held.state:
             raise WrongBase(
@@ -93,22 +99,39 @@ class Staged:
         if {ref.digest.hex() for ref in manifest.segments} != self.taken:
             raise CorruptData(f"{self.artifact.key}: expected the {len(manifest.segments)} segments of its manifest")
         self._check_counts(manifest)
+        self.parts = self._own_parts(manifest, placement, held)
+        self.writes, self.changes = as_writes(self.changes, placement.live), []
+        self.milliseconds += 1000 * (time.perf_counter() - began)
+        self.manifest = manifest
+
+    def agree(self, parts: Sequence[Parts], census: Census, held: Held) -> None:
+        """Check what all ranks will hold, their `parts` in rank order: after this only an accident can go wrong.
+
+        Raises FingerprintMismatch.
+        """
+        manifest, layout = self.manifest, census.layout
+        assert manifest is not None
+        totals = census.totals(parts).tolist()
         table = list(held.fingerprints) or [0] * len(layout)
         for tensor in manifest.tensors:
             n = tensor.number
-            rest = table[n] - self.before.get(n, 0) if manifest.kind == "delta" else 0
-            got = (rest + self.after.get(n, 0)) & U64_MASK
-            if got != tensor.fingerprint:
+            if totals[n] != tensor.fingerprint and n not in census.unused:
                 raise FingerprintMismatch(
                     f"{layout.tensors[n].name}: expected fingerprint {tensor.fingerprint:#x} at version "
-                    f"{manifest.target}, staged {got:#x}; nothing was written"
+                    f"{manifest.target}, staged {totals[n]:#x}; nothing was written"
                 )
             table[n] = tensor.fingerprint
         if state_id(layout, table) != manifest.target_state:
             raise FingerprintMismatch(f"{self.artifact.key}: its fingerprints do not give its target state")
-        self.fingerprints = tuple(table)
-        self.milliseconds += 1000 * (time.perf_counter() - began)
-        self.manifest = manifest
+        self.fingerprints, self.complete = tuple(table), True
+
+    def _own_parts(self, manifest: Manifest, placement: Placement, held: Held) -> Parts:
+        known = held.parts if manifest.kind == "delta" else None
+        parts = np.zeros(len(placement.layout), dtype=np.uint64) if known is None else known.copy()
+        for n in self.after:
+            rest = int(parts[n]) - self.before.get(n, 0) if manifest.kind == "delta" else 0
+            parts[n] = (rest + self.after[n]) & U64_MASK
+        return parts
 
     def _check_counts(self, manifest: Manifest) -> None:
         expected = {tensor.number: tensor.changed for tensor in manifest.tensors if tensor.changed}
@@ -156,13 +179,6 @@ def read_manifest(node: NodeDirectory, artifact: NextArtifact, run: str, run_key
     if manifest.run != run:
         raise CorruptData(f"{artifact.key}: expected run {run}, got {manifest.run}")
     return manifest
-
-
-def _proofs(changes: list[Change], placement: Placement, expected: bool) -> list[Tensor]:
-    seeds, live = placement.layout.seeds, placement.live
-    if expected:
-        return [change.expected_proof(live[change.live], seeds[change.tensor]) for change in changes]
-    return [change.proof(live[change.live], seeds[change.tensor]) for change in changes]
 
 
 def _add(total: dict[int, int], more: dict[int, int]) -> None:

@@ -36,7 +36,7 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
         super().__init__(*what_vllm_knows)
         if not facts().engine_starts_updates:
             _refuse_in_workers()
-        self.receiver = Receiver(self.model, self.parallel_config.rank)
+        self.receiver: Receiver | None = None  # made when the follower calls its worker
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Refused, as all of vLLM's update calls are. Raises EngineUnsupported."""
@@ -65,7 +65,8 @@ class SparrowEngine(WeightTransferEngine[NoInfo, NoInfo]):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Stop staging. The weights stay as they are."""
-        self.receiver.close()
+        if self.receiver is not None:
+            self.receiver.close()
 
 
 @cache

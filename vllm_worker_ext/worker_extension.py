@@ -10,10 +10,12 @@ from sparrowrl.vllm_worker_ext.receiver import Receiver, Reply
 def receiver_of(worker: Any) -> Receiver:
     """The receiver of a vLLM worker (or of vLLM's wrapper around one), made at the first call."""
     worker = getattr(worker, "worker", worker)
-    engine = getattr(worker, "weight_transfer_engine", None)
-    own = getattr(engine, "receiver", None) or getattr(worker, "_sparrow_receiver", None)
+    own = getattr(worker, "_sparrow_receiver", None)
     if own is None:
-        own = worker._sparrow_receiver = Receiver(worker.get_model(), worker.rank)
+        own = worker._sparrow_receiver = Receiver(worker.get_model(), worker.vllm_config)
+        engine = getattr(worker, "weight_transfer_engine", None)
+        if engine is not None and hasattr(engine, "receiver"):
+            engine.receiver = own  # which closes it when the engine is shut down
     assert isinstance(own, Receiver)
     return own
 

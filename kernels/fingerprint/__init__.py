@@ -59,6 +59,28 @@ def fingerprint_at(live: Tensor, positions: Tensor, indices: Tensor, seed: int) 
     return run(live, positions.contiguous(), indices.contiguous(), seed)
 
 
+def fingerprint_each(bits: Tensor, indices: Tensor, counts: Tensor, seeds: Tensor) -> Tensor:
+    """Return int64[g], the sums, as `fingerprint` makes them, of g groups of elements one after another.
+
+    `bits` intw[n] with flat indices `indices` int64[n]; group j has counts[j] elements and the seed seeds[j].
+    Raises LayoutError for another shape or dtype, or counts that do not add up to n.
+    """
+    _check_bits(bits)
+    if indices.shape != bits.shape or counts.shape != seeds.shape or counts.dim() != 1:
+        raise LayoutError(f"expected an index for each of {bits.numel()} bits and a seed for each group")
+    if not indices.dtype == counts.dtype == seeds.dtype == torch.int64:
+        raise LayoutError(f"expected int64 indices, counts, seeds, got {indices.dtype}, {counts.dtype}, {seeds.dtype}")
+    if not bits.device == indices.device == counts.device == seeds.device:
+        raise LayoutError(f"expected all on {bits.device}")
+    if int(counts.sum()) != bits.numel() or bool((counts < 0).any()):
+        raise LayoutError(f"expected counts that add up to {bits.numel()}, got {int(counts.sum())}")
+    if bits.device.type == "cpu":
+        from sparrowrl.kernels.fingerprint.cpu import fingerprint_each as run
+    else:  # called once a segment, beside the engine's work: no kernel of its own
+        from sparrowrl.kernels.fingerprint.reference import fingerprint_each as run
+    return run(bits, indices.contiguous(), counts, seeds)
+
+
 def _check_bits(bits: Tensor) -> None:
     if bits.dtype not in INT_DTYPES or bits.dim() != 1 or not bits.is_contiguous():
         raise LayoutError(f"expected bits as a contiguous 1-D integer view, got {bits.dtype} {list(bits.shape)}")

@@ -25,6 +25,13 @@ def fingerprint_at(live: Tensor, positions: Tensor, indices: Tensor, seed: int) 
     return _scalar(_fingerprint_at(_unsigned(live), positions.numpy(), indices.numpy(), u64(seed)))
 
 
+def fingerprint_each(bits: Tensor, indices: Tensor, counts: Tensor, seeds: Tensor) -> Tensor:
+    """See sparrowrl.kernels.fingerprint.fingerprint_each."""
+    sums = torch.zeros(counts.numel(), dtype=torch.int64)
+    _fingerprint_each(_unsigned(bits), indices.numpy(), counts.numpy(), seeds.numpy(), sums.numpy())
+    return sums
+
+
 def _unsigned(bits: Tensor) -> NDArray[Any]:
     return bits.numpy().view(_UNSIGNED[bits.element_size()])
 
@@ -60,3 +67,20 @@ def _fingerprint_at(
     for k in range(positions.size):
         total += _mix(seed + u64(indices[k] + 1) * GOLDEN + u64(live[positions[k]]))
     return total
+
+
+@compiled
+def _fingerprint_each(
+    bits: NDArray[Any],
+    indices: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    seeds: NDArray[np.int64],
+    sums: NDArray[np.int64],
+) -> None:
+    k = 0
+    for group in range(counts.size):
+        total = u64(0)
+        for _ in range(counts[group]):
+            total += _mix(u64(seeds[group]) + u64(indices[k] + 1) * GOLDEN + u64(bits[k]))
+            k += 1
+        sums[group] = np.int64(total)

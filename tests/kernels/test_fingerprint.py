@@ -11,7 +11,7 @@ from blake3 import blake3
 from helpers import assert_bits_equal
 from sparrowrl.errors import LayoutError
 from sparrowrl.kernels.diff import diff
-from sparrowrl.kernels.fingerprint import fingerprint, fingerprint_at, reference, tensor_seed
+from sparrowrl.kernels.fingerprint import fingerprint, fingerprint_at, fingerprint_each, reference, tensor_seed
 
 MASK = (1 << 64) - 1
 BOXES = [(0, 1, 1), (0, 7, 7), (5, 3, 10), (2**40, 1, 4), (2**47, 64, 2**33)]
@@ -88,3 +88,24 @@ def test_what_does_not_fit_is_refused() -> None:
     for positions in (torch.tensor([0, 4]), torch.tensor([-1, 0]), torch.tensor([0]), two.int()):
         with pytest.raises(LayoutError):
             fingerprint_at(bits, positions, two, 0)
+
+
+@pytest.mark.parametrize("counts", [[], [0], [5], [0, 3, 0, 1, 7, 0], [100, 1]])
+def test_groups_sum_as_each_would_alone(sparse_pair: Any, counts: list[int]) -> None:
+    n = sum(counts)
+    bits, indices = sparse_pair.new[:n], torch.arange(n).flip(0) * 3
+    groups, seeds = torch.tensor(counts, dtype=torch.int64), torch.arange(len(counts)) - 1
+    want = []
+    for some, at, seed in zip(bits.split(counts), indices.split(counts), seeds.tolist(), strict=True):
+        want.append(reference.fingerprint_at(some, torch.arange(some.numel()), at, seed))
+    expected = torch.stack(want) if want else torch.zeros(0, dtype=torch.int64)
+    assert_bits_equal(fingerprint_each(bits, indices, groups, seeds), expected)
+    assert_bits_equal(reference.fingerprint_each(bits, indices, groups, seeds), expected)
+
+
+def test_groups_that_do_not_fit_are_refused(sparse_pair: Any) -> None:
+    bits, one = sparse_pair.new[:4], torch.ones(1, dtype=torch.int64)
+    with pytest.raises(LayoutError, match="add up to 4, got 1"):
+        fingerprint_each(bits, torch.arange(4), one, one)
+    with pytest.raises(LayoutError, match="int64"):
+        fingerprint_each(bits, torch.arange(4), one.int(), one)

@@ -63,9 +63,15 @@ class Bench:
         wait_for(lambda: self.receiver._refused is None, 60, "the receiver to see that the offer is gone")
 
     def refused(self) -> str:
-        wait_for(lambda: self.status().error is not None, 60, "an error")
-        error = self.status().error
-        assert error is not None and self.status().staged is None
+        seen: list[RankStatus] = []
+
+        def failed() -> bool:
+            seen.append(self.status())
+            return seen[-1].error is not None
+
+        wait_for(failed, 60, "an error")
+        error = seen[-1].error
+        assert error is not None and seen[-1].staged is None
         return f"{error.error}: {error.message}"
 
     def exported(self) -> Tensors:
@@ -398,20 +404,20 @@ def test_a_write_that_does_not_stick_is_noticed_and_undone(
     start = b.exported()
     b.trainer.step(fraction)
     key = b.stage(1, "0.fast")
-    write = changes_module.Change.write
+    write = changes_module.Write.do
 
-    def write_and_spoil(self: changes_module.Change, live: torch.Tensor) -> torch.Tensor | None:
+    def write_and_spoil(self: changes_module.Write, live: torch.Tensor) -> torch.Tensor | None:
         old = write(self, live)
-        if self.tensor == 5 and fraction < 0.5:  # one step too many
+        if 5 in self.tensors and fraction < 0.5:  # one step too many
             live[self.where[:1]] += 1  # type: ignore[index]
             spoiled.append((live, self.where[:1]))  # type: ignore[index]
-        elif self.tensor == 5:
+        elif 5 in self.tensors:
             live[self.where] ^= 1
         return old
 
     spoiled: list[tuple[torch.Tensor, Any]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(changes_module.Change, "write", write_and_spoil)
+        patch.setattr(changes_module.Write, "do", write_and_spoil)
         reply = b.call("activate", key)
     assert not reply["ok"]
     if spoiled:  # negated steps cannot take back what somebody else wrote, and the rank says so
@@ -472,7 +478,7 @@ def test_a_failed_restore_leaves_the_rank_unknown(bench: Callable[..., Bench], m
     weights = b.trainer.step()
     key = b.stage(1, "anchor.dense")
     with monkeypatch.context() as patch:
-        patch.setattr(changes_module.Change, "write", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
+        patch.setattr(changes_module.Write, "do", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
         reply = b.call("activate", key)
     assert not reply["ok"] and reply["condition"] == "unknown"
     b.offer_again()

@@ -1,0 +1,106 @@
+"""What a rank learns when it is attached to a run: where its weights are, and what the ranks hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparrowrl.delta.layout import U64_MASK, Layout
+from sparrowrl.errors import FingerprintMismatch, PlacementError
+from sparrowrl.kernels.fingerprint import fingerprint
+from sparrowrl.vllm_worker_ext.agreement import Agreement
+from sparrowrl.vllm_worker_ext.census import Census, Parts, holdings, take
+from sparrowrl.vllm_worker_ext.placement import Placement, make_plan, place
+from sparrowrl.vllm_worker_ext.processing import processed
+from sparrowrl.vllm_worker_ext.reload import Reload, checkpoint_weights
+from sparrowrl.vllm_worker_ext.staging import synchronize
+from sparrowrl.vllm_worker_ext.tracing import Model, trace_loader
+
+
+@dataclass(slots=True)
+class Attachment:
+    """One rank's way from checkpoint coordinates to its tensors.
+
+    `reload` is None where all weights are direct. `digest` are its runtime bytes as they should be; None as long as it
+    was not proved that reloading makes them what the mirrors say.
+    """
+
+    placement: Placement
+    census: Census
+    reload: Reload | None
+    digest: bytes | None = None
+
+    def live_parts(self) -> Parts:
+        """What all weights of this rank, read now, add to the fingerprints: u64[tensors]."""
+        layout, live = self.placement.layout, self.placement.live
+        synchronize(self.placement.device)
+        totals = np.zeros(len(layout), dtype=np.uint64)
+        for n, (seed, pieces) in enumerate(zip(layout.seeds, self.placement.pieces, strict=True)):
+            sums = [fingerprint(bits, seed, *box) for piece in pieces for bits, *box in piece.rows(live[piece.live])]
+            totals[n] = sum(int(part) for part in sums) & U64_MASK
+        return totals
+
+    def carry(self) -> None:
+        """Have the model's own loader bring what the mirrors hold into the engine, and prove that it can."""
+        if self.reload is None:
+            return
+        if self.digest is None:
+            self.digest = self.reload.prove(self.placement.mirrored)
+            return
+        self.reload.run(self.placement.mirrored())
+        self.digest = self.reload.digest()
+
+    def check_carried(self) -> None:
+        """Raise FingerprintMismatch if the runtime bytes are not those that the last reload left."""
+        if self.reload is not None and self.digest is not None and self.reload.digest() != self.digest:
+            raise FingerprintMismatch(
+                "opaque and derived weights: expected the bytes that the last reload left, got others"
+            )
+
+
+def learn(
+    model: Model, vllm_config: Any, layout: Layout, ranks: Agreement, event: str, unused: Sequence[str]
+) -> Attachment:
+    """Find out where the tensors of `layout` live in this rank and the others. Writes nothing to the engine.
+
+    All ranks must call this together. Raises PlacementError, naming the tensor.
+    """
+    own = [one.module for one in processed(model) if one.own]  # type: ignore[arg-type]
+    derived = [one.module for one in processed(model) if not one.own]  # type: ignore[arg-type]
+    with Reload(model, vllm_config, own, []).as_loaded():
+        trace = trace_loader(model, layout)
+    plan = make_plan(trace, own)
+    placement = place(trace, plan, derived)
+    census = take(layout, ranks.share(f"{event}-held", holdings(placement), event), unused)
+    if census.partial:
+        plan = make_plan(trace, own, census.partial)
+        placement = place(trace, plan, derived)
+        census = take(layout, ranks.share(f"{event}-held-again", holdings(placement), event), unused)
+    again = [*own, *derived]
+    plain = [module for module in plan.modules if module not in again]
+    reload = Reload(model, vllm_config, again, plain) if again or plain else None
+    return Attachment(placement, census, reload)
+
+
+def fill_mirrors(attachment: Attachment, vllm_config: Any, model: Any) -> None:
+    """Read the opaque tensors from the checkpoint that the engine serves, as far as it has them."""
+    wanted = dict(attachment.placement.mirrored())
+    for name, tensor in checkpoint_weights(vllm_config, model) if wanted else ():
+        if name in wanted and wanted[name].shape == tensor.shape:
+            wanted[name].copy_(tensor)
+
+
+def prove_reload(attachment: Attachment) -> None:
+    """Show that reloading what the mirrors hold gives the bytes that the engine has now. Raises PlacementError."""
+    if attachment.reload is None:
+        return
+    first = attachment.reload.digest()
+    attachment.carry()
+    if attachment.digest != first:
+        raise PlacementError(
+            "opaque and derived weights: expected the engine's own loader to make of the checkpoint what it made of it "
+            "at the start, got other bytes; weights of this engine cannot be updated"
+        )
