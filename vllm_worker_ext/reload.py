@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -21,6 +21,19 @@ Weights = Iterable[tuple[str, Tensor]]
 # What loading or processing may raise on weights that it cannot take.
 _LOADER_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
 _PATTERNS = (0x5A, 0xA5)
+_LEAST_ADDRESS = 1 << 32
+
+
+class _Part(NamedTuple):
+    """A tensor that a reload writes, of a module."""
+
+    module: torch.nn.Module
+    tensor: Tensor
+
+    def fill(self, data: Tensor) -> None:
+        """Write bytes uint8[n] into it."""
+        bits = as_bits(self.tensor)
+        bits.copy_(data.view(bits.dtype).reshape(bits.shape))
 
 
 def checkpoint_weights(vllm_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -38,7 +51,8 @@ class Reload:
     """Loads some modules of a model anew, into the tensors that they have.
 
     `processed`: modules whose processing after loading must run again, through vLLM's layerwise reload; `plain`: those
-    that `model.load_weights` alone writes. Raises PlacementError if the model was loaded unwatched.
+    that `model.load_weights` alone writes. Raises PlacementError if the model was loaded unwatched, or if a kernel
+    holds weights in memory of its own, out of reach.
     """
 
     def __init__(
@@ -54,11 +68,24 @@ class Reload:
         self._processed = [record.get(module, Processed(module, own=True)) for module in processed]
         self._plain = tuple(plain)
         self._names = {module: name for name, module in model.named_modules()}
-        self._owners: dict[str, torch.nn.Module] = {}
         # Found out by `prove`. Modules whose loaders vLLM's reload does not see: all their memory is allocated at once.
         self._unseen: set[torch.nn.Module] = set()
+        # Modules that the checkpoint has no weights for (scales that have a default).
+        self._fixed: set[torch.nn.Module] = set()
         # How many elements are loaded into a module that is whole, where these are not all that it has (padding).
         self._whole: dict[torch.nn.Module, int] = {}
+        self._check_no_addresses()
+
+    def _check_no_addresses(self) -> None:
+        for known in self._processed:
+            leaves = Attributes.of(known.module).leaves if known.made else {}
+            for path in known.made & leaves.keys():
+                tensor = leaves[path].tensor
+                if tensor.dtype == torch.int64 and tensor.numel() and int(tensor.max()) >= _LEAST_ADDRESS:
+                    raise PlacementError(
+                        f"{self._names[known.module]}: expected weights in tensors, got the address of memory that a "
+                        f"kernel has packed them into ({path}); take another quantisation"
+                    )
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:
@@ -87,9 +114,9 @@ class Reload:
     def digest(self) -> bytes:
         """blake3 of names, dtypes, shapes and bytes of all tensors that `run` writes."""
         total = blake3()
-        for name, tensor in self._tensors().items():
-            total.update(f"{name}\n{tensor.dtype}\n{list(tensor.shape)}\n".encode())
-            total.update(_bytes(tensor).numpy().data)
+        for name, part in self._parts().items():
+            total.update(f"{name}\n{part.tensor.dtype}\n{list(part.tensor.shape)}\n".encode())
+            total.update(_bytes(part.tensor).numpy().data)
         return total.digest()
 
     def prove(self, weights: Callable[[], Weights]) -> bytes:
@@ -99,43 +126,56 @@ class Reload:
         second time with its inverse. Raises PlacementError, naming the tensors that are not what they were; they are
         put back then. Takes host memory for a copy of all tensors.
         """
-        tensors = self._tensors()
-        kept = {name: _bytes(tensor) for name, tensor in tensors.items()}
+        parts = self._parts()
+        kept = {name: _bytes(part.tensor) for name, part in parts.items()}
         try:
             for byte in _PATTERNS:
-                wrong = self._try(weights, tensors, kept, byte)
-                if unseen := {self._owners[name] for name in wrong} - self._unseen - set(self._plain):
-                    self._unseen |= unseen
-                    wrong = self._try(weights, tensors, kept, byte)
-                _check_none(wrong)
+                _check_none(self._try_ways(weights, parts, kept, byte))
             if not all(known.own for known in self._processed):
                 self.run(())
-                _check_none(self._wrong(tensors, kept))
+                _check_none(self._wrong(parts, kept))
         except _LOADER_ERRORS as error:
-            _put_back(tensors, kept)
+            _put_back(parts, kept)
             raise PlacementError(
-                f"{', '.join(tensors) or 'nothing'}: expected vLLM to load and process them again, but it failed with "
+                f"{', '.join(parts) or 'nothing'}: expected vLLM to load and process them again, but it failed with "
                 f"{type(error).__name__}: {str(error) or 'no reason given'}"
             ) from error
         except BaseException:
-            _put_back(tensors, kept)
+            _put_back(parts, kept)
             raise
         return self.digest()
 
+    def _try_ways(
+        self, weights: Callable[[], Weights], parts: dict[str, _Part], kept: dict[str, Tensor], byte: int
+    ) -> list[str]:
+        """Reload, finding out how where need be; the names of the tensors that are wrong after it."""
+        wrong = self._try(weights, parts, kept, byte)
+        known = {known.module: known for known in self._processed}
+        if unseen := {parts[n].module for n in wrong if n in parts and parts[n].module in known} - self._unseen:
+            self._unseen |= unseen
+            wrong = self._try(weights, parts, kept, byte)
+            if fixed := {m for m in unseen if m not in self._whole and known[m].own and not known[m].others}:
+                self._unseen -= fixed
+                self._fixed |= fixed
+                _put_back({name: part for name, part in parts.items() if part.module in fixed}, kept)
+                wrong = self._try(weights, parts, kept, byte)
+        return wrong
+
     def _try(
-        self, weights: Callable[[], Weights], tensors: dict[str, Tensor], kept: dict[str, Tensor], byte: int
+        self, weights: Callable[[], Weights], parts: dict[str, _Part], kept: dict[str, Tensor], byte: int
     ) -> list[str]:
         """Fill the tensors, and all memory allocated in a reload, with `byte`; the names of those left wrong."""
-        for tensor in tensors.values():
-            _fill(tensor, byte)
+        for part in parts.values():
+            if part.module not in self._fixed:
+                _fill(part.tensor, byte)
         with _Allocations(byte):
             self._run(weights(), first=True)
-        return self._wrong(tensors, kept)
+        return self._wrong(parts, kept)
 
-    def _wrong(self, tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> list[str]:
-        now = self._tensors()
-        moved = [name for name in {**now, **tensors} if not _is_same(now.get(name), tensors.get(name))]
-        return moved or [name for name, data in kept.items() if not torch.equal(_bytes(now[name]), data)]
+    def _wrong(self, parts: dict[str, _Part], kept: dict[str, Tensor]) -> list[str]:
+        now = self._parts()
+        moved = [name for name in {**now, **parts} if not _is_same(now.get(name), parts.get(name))]
+        return moved or [name for name, data in kept.items() if not torch.equal(_bytes(now[name].tensor), data)]
 
     def _run(self, weights: Weights, first: bool) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -230,29 +270,30 @@ class Reload:
                 if (id(call.id.holder), known.module) not in begun:
                     call.id()
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _parts(self) -> dict[str, _Part]:
         """Each tensor that `run` writes, once, in a fixed order; not what is memory of other modules' weights."""
         ours = {*self._plain, *(known.module for known in self._processed)}
         others = {storage_of(p) for m in self._model.modules() if m not in ours for p in m._parameters.values()} - {0}
-        found: dict[str, Tensor] = {}
+        found: dict[str, _Part] = {}
         seen = set()
-        for module, name, tensor in self._named():
+        for name, part in self._named():
+            tensor = part.tensor
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() and not tensor.is_meta and storage_of(tensor) not in others and key not in seen:
                 seen.add(key)
-                found[name] = tensor
-                self._owners[name] = module
+                found[name] = part
         return found
 
-    def _named(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
-        modules = [*(Processed(module, own=True) for module in self._plain), *self._processed]
-        for known in modules:
-            leaves = Attributes.of(known.module).leaves if known.made else {}
-            parts: dict[str, Tensor] = dict(known.module.named_parameters(recurse=False))
-            parts |= {name: b for name, b in known.module.named_buffers(recurse=False) if name in known.buffers}
-            parts |= {path: leaves[path].tensor for path in known.made if path in leaves}
-            for name in sorted(parts):
-                yield known.module, f"{self._names[known.module]}.{name}".removeprefix("."), parts[name]
+    def _named(self) -> Iterator[tuple[str, _Part]]:
+        for known in (*(Processed(module, own=True) for module in self._plain), *self._processed):
+            module, leaves = known.module, Attributes.of(known.module).leaves if known.made else {}
+            parts = {name: _Part(module, p) for name, p in module.named_parameters(recurse=False)}
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in known.buffers:
+                    parts[name] = _Part(module, buffer)
+            parts |= {path: _Part(module, leaves[path].tensor) for path in known.made if path in leaves}
+            for name in (*sorted(parts.keys() - known.made), *sorted(parts.keys() & known.made)):
+                yield f"{self._names[module]}.{name}".removeprefix("."), parts[name]
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -365,11 +406,12 @@ def _fill(tensor: Tensor, byte: int) -> None:
         as_bits(tensor).fill_(int.from_bytes(bytes([byte] * tensor.element_size()), "little", signed=True))
 
 
-def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
+def _is_same(a: _Part | None, b: _Part | None) -> bool:
     """Whether both are the same memory, seen in the same way."""
     if a is None or b is None:
         return False
-    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+    x, y = a.tensor, b.tensor
+    return (x.data_ptr(), x.dtype, x.shape, x.stride()) == (y.data_ptr(), y.dtype, y.shape, y.stride())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -377,10 +419,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return as_bits(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _put_back(tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+def _put_back(parts: dict[str, _Part], kept: dict[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            as_bits(tensor).copy_(kept[name].view(as_bits(tensor).dtype).reshape(tensor.shape))
+        for name, part in parts.items():
+            part.fill(kept[name])
 
 
 def _forget(module: torch.nn.Module) -> None:
