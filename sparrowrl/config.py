@@ -83,6 +83,7 @@ class EngineConfig:
     connections: int = 4
     start_timeout: int = 300
     export_dir: Path | None = None
+    drain_timeout: int = 300
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> EngineConfig:
@@ -106,6 +107,7 @@ class EngineConfig:
             connections=_whole_number(environment, "SPARROWRL_CONNECTIONS", 4, least=1),
             start_timeout=_whole_number(environment, "SPARROWRL_START_TIMEOUT", 300),
             export_dir=Path(export_dir) if export_dir else None,
+            drain_timeout=_whole_number(environment, "SPARROWRL_DRAIN_TIMEOUT", 300),
         )
 
 

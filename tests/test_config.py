@@ -75,10 +75,13 @@ def test_the_environment_of_an_engine() -> None:
             "SPARROWRL_CONNECTIONS": "8",
             "SPARROWRL_START_TIMEOUT": "60",
             "SPARROWRL_EXPORT_DIR": "/exports",
+            "SPARROWRL_DRAIN_TIMEOUT": "20",
             "SPARROWRL_UNTESTED_VLLM": "1",
         }
     )
-    assert full == EngineConfig("http://127.0.0.1:1", Path("/tokens.json"), "e-1", "drain", 10, 8, 60, Path("/exports"))
+    assert full == EngineConfig(
+        "http://127.0.0.1:1", Path("/tokens.json"), "e-1", "drain", 10, 8, 60, Path("/exports"), 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,7 @@ def test_the_environment_of_an_engine() -> None:
         ("SPARROWRL_CONNECTIONS", "0"),
         ("SPARROWRL_CONNECTIONS", "four"),
         ("SPARROWRL_START_TIMEOUT", "1.5"),
+        ("SPARROWRL_DRAIN_TIMEOUT", "soon"),
     ],
 )
 def test_a_bad_variable_is_named(name: str, value: str) -> None:

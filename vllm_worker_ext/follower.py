@@ -21,7 +21,7 @@ from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
 from sparrowrl.vllm_worker_ext.hooks import JOB
 from sparrowrl.vllm_worker_ext.prefixes import Prefixes
 from sparrowrl.vllm_worker_ext.receiver import Reply
-from sparrowrl.vllm_worker_ext.versions import check_supported, facts
+from sparrowrl.vllm_worker_ext.versions import check_supported, facts, unsynced_draft
 from sparrowrl.vllm_worker_ext.worker_extension import call_receiver
 
 _POLL_S = 0.005
@@ -77,6 +77,7 @@ class Follower:
         self._answered: int | None = None  # id of the request that was answered last
         self._rank_error: ErrorInfo | None = None
         self._draining: Ready | None = None
+        self._drain_until = 0.0
         self._paused: Any = None  # the scheduler's pause state before the drain
         self._written: EngineStatus | None = None
         self._stop = threading.Event()
@@ -92,6 +93,8 @@ class Follower:
         """
         config = EngineConfig.from_environment()
         check_supported(core.vllm_config)
+        if warning := unsynced_draft(core.vllm_config):
+            logger.warning(warning)
         node = NodeDirectory.create(config.engine_id)
         follower = None
         try:
@@ -194,7 +197,7 @@ class Follower:
     # The watcher's thread.
 
     def _watch(self) -> None:
-        told = ""
+        told, late = "", None
         while not self._stop.wait(_POLL_S):
             self._agent.poll()
             problem = ""
@@ -202,6 +205,9 @@ class Follower:
                 self._write()
                 if not self._busy.is_set():
                     self._look()
+                elif self._draining not in (None, late) and time.monotonic() > self._drain_until:
+                    late = self._draining  # the engine may be making no steps, paused by its owner
+                    self._submit(self._end_drain)
             except (SparrowError, OSError) as error:
                 problem = f"node directory {self._node.root}: {error}"
                 if isinstance(error, CorruptData):
@@ -259,6 +265,7 @@ class Follower:
         if self._config.in_flight == "drain" and not self._drained():
             from vllm.v1.core.sched.interface import PauseState
 
+            self._drain_until = time.monotonic() + self._config.drain_timeout
             self._draining, self._paused = ready, self._core.scheduler.pause_state
             self._core.scheduler.set_pause_state(max(self._paused, PauseState.PAUSED_NEW))
             self._core._idle_state_callbacks.append(lambda core: self._end_drain())
@@ -270,10 +277,18 @@ class Follower:
         return not self._core.scheduler.running and not self._core.batch_queue
 
     def _end_drain(self) -> None:
-        if self._draining is None or not self._drained():
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self._draining is None:
             return
+        if not self._drained():
+            if time.monotonic() < self._drain_until:
+                return
+            waited, running = self._config.drain_timeout, len(self._core.scheduler.running)
+            logger.warning("%d requests are running still after %d s of drain: they go on across", running, waited)
         ready, self._draining = self._draining, None
-        self._core.scheduler.set_pause_state(self._paused)
+        if self._core.scheduler.pause_state == PauseState.PAUSED_NEW:  # else its owner has paused or resumed it since
+            self._core.scheduler.set_pause_state(self._paused)
         self._activate_now(ready)
         # An idle core is about to wait for input, and would not notice that requests can be scheduled again.
         self._submit(self._busy.clear)

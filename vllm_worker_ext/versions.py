@@ -30,6 +30,10 @@ TESTED: dict[str, Facts] = {
 }
 
 
+# Methods of speculative decoding, of those that were tested, that have a model of their own.
+_DRAFTS = ("draft_model", "eagle")
+
+
 def is_usable() -> bool:
     """Whether the vLLM that is installed was tested, or the user insists on it (SPARROWRL_UNTESTED_VLLM=1)."""
     return _installed() in TESTED or os.environ.get("SPARROWRL_UNTESTED_VLLM") == "1"
@@ -68,10 +72,21 @@ def check_supported(config: Any) -> None:
         "sleep mode": model.enable_sleep_mode,
         f"quantization {model.quantization}": model.quantization is not None,
         "a multimodal model": model.is_multimodal_model,
-        "LoRA": config.lora_config is not None,
-        "a draft model": speculative is not None and speculative.method != "ngram",
+        f"speculative decoding by {speculative and speculative.method}": speculative is not None
+        and speculative.method not in ("ngram", *_DRAFTS),
         "a KV connector": config.kv_transfer_config is not None,
     }
     named = [what for what, asked in refused.items() if asked]
     if named:
         raise EngineUnsupported(f"{', '.join(named)}: not supported together with live weight updates; turn it off")
+
+
+def unsynced_draft(config: Any) -> str | None:
+    """What to tell the user of a VllmConfig with a draft model: that it is not synced."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method not in _DRAFTS:
+        return None
+    return (
+        f"the draft model {speculative.model} ({speculative.method}) does not follow the trainer: what it proposes is "
+        "still checked by the model that does, but less of it will be accepted as training goes on"
+    )

@@ -294,10 +294,10 @@ def test_vllms_own_updates_are_refused(site: Callable[..., Site]) -> None:
     assert core_of(llm).sparrow.status.condition == "exact"
 
 
-def test_an_engine_with_lora_does_not_start(site: Callable[..., Site]) -> None:
+def test_an_engine_with_a_feature_that_was_not_tested_does_not_start(site: Callable[..., Site]) -> None:
     s = site()
-    with pytest.raises(EngineUnsupported, match="LoRA"):
-        s.engine(enable_lora=True)
+    with pytest.raises(EngineUnsupported, match="sleep mode"):
+        s.engine(enable_sleep_mode=True)
 
 
 def test_an_untested_vllm_is_refused_unless_insisted(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparrowrl.errors import EngineUnsupported
-from sparrowrl.vllm_worker_ext.versions import check_supported
+from sparrowrl.vllm_worker_ext.versions import check_supported, unsynced_draft
 
 
 def supported_config() -> SimpleNamespace:
@@ -29,9 +29,9 @@ def supported_config() -> SimpleNamespace:
         ("parallel_config", "enable_eplb", True, "expert load balancing"),
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
         ("model_config", "quantization", "fp8", "quantization fp8"),
-        (None, "lora_config", object(), "LoRA"),
         (None, "kv_transfer_config", object(), "KV connector"),
-        (None, "speculative_config", SimpleNamespace(method="eagle"), "draft model"),
+        (None, "speculative_config", SimpleNamespace(method="eagle3"), "speculative decoding by eagle3"),
+        (None, "speculative_config", SimpleNamespace(method="mtp"), "speculative decoding by mtp"),
     ],
 )
 def test_features_that_were_not_tested_are_refused(part: str | None, name: str, value: object, words: str) -> None:
@@ -40,3 +40,12 @@ def test_features_that_were_not_tested_are_refused(part: str | None, name: str, 
     setattr(config if part is None else getattr(config, part), name, value)
     with pytest.raises(EngineUnsupported, match=words):
         check_supported(config)
+
+
+@pytest.mark.parametrize(("method", "said"), [("ngram", False), ("draft_model", True), ("eagle", True)])
+def test_draft_models_are_accepted_with_a_warning(method: str, said: bool) -> None:
+    config = supported_config()
+    config.speculative_config = SimpleNamespace(method=method, model="a/draft")
+    check_supported(config)
+    warning = unsynced_draft(config)
+    assert ("a/draft" in (warning or "")) == said
