@@ -111,6 +111,27 @@ class EngineConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What the workers of an engine are told through their environment (docs/environment.md).
+
+    `timeout` is how many seconds a rank waits for the others of its engine in one call; `unused` are patterns of tensor
+    names that the trainer publishes and this engine has no use for.
+    """
+
+    timeout: int = 60
+    unused: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RankConfig:
+        """Read SPARROWRL_RANK_TIMEOUT and SPARROWRL_UNUSED. Raises ConfigError."""
+        unused = environment.get("SPARROWRL_UNUSED", "")
+        return cls(
+            timeout=_whole_number(environment, "SPARROWRL_RANK_TIMEOUT", 60, least=1),
+            unused=tuple(pattern.strip() for pattern in unused.split(",") if pattern.strip()),
+        )
+
+
 def _whole_number(environment: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
     text = environment.get(name, str(default))
     if not text.isdecimal() or int(text) < least:
