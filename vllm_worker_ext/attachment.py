@@ -13,11 +13,12 @@ from sparrowrl.errors import FingerprintMismatch, PlacementError
 from sparrowrl.kernels.fingerprint import fingerprint
 from sparrowrl.vllm_worker_ext.agreement import Agreement
 from sparrowrl.vllm_worker_ext.census import Census, Parts, holdings, take
+from sparrowrl.vllm_worker_ext.lora import without_lora
 from sparrowrl.vllm_worker_ext.placement import Placement, make_plan, place
 from sparrowrl.vllm_worker_ext.processing import processed
 from sparrowrl.vllm_worker_ext.reload import Reload, checkpoint_weights
 from sparrowrl.vllm_worker_ext.staging import synchronize
-from sparrowrl.vllm_worker_ext.tracing import Model, trace_loader
+from sparrowrl.vllm_worker_ext.tracing import trace_loader
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class Attachment:
     was not proved that reloading makes them what the mirrors say.
     """
 
+    model: Any
     placement: Placement
     census: Census
     reload: Reload | None
@@ -47,11 +49,12 @@ class Attachment:
         """Have the model's own loader bring what the mirrors hold into the engine, and prove that it can."""
         if self.reload is None:
             return
-        if self.digest is None:
-            self.digest = self.reload.prove(self.placement.mirrored)
-            return
-        self.reload.run(self.placement.mirrored())
-        self.digest = self.reload.digest()
+        with without_lora(self.model):
+            if self.digest is None:
+                self.digest = self.reload.prove(self.placement.mirrored)
+                return
+            self.reload.run(self.placement.mirrored())
+            self.digest = self.reload.digest()
 
     def check_carried(self) -> None:
         """Raise FingerprintMismatch if the runtime bytes are not those that the last reload left."""
@@ -62,15 +65,15 @@ class Attachment:
 
 
 def learn(
-    model: Model, vllm_config: Any, layout: Layout, ranks: Agreement, event: str, unused: Sequence[str]
+    model: Any, vllm_config: Any, layout: Layout, ranks: Agreement, event: str, unused: Sequence[str]
 ) -> Attachment:
     """Find out where the tensors of `layout` live in this rank and the others. Writes nothing to the engine.
 
     All ranks must call this together. Raises PlacementError, naming the tensor.
     """
-    own = [one.module for one in processed(model) if one.own]  # type: ignore[arg-type]
-    derived = [one.module for one in processed(model) if not one.own]  # type: ignore[arg-type]
-    with Reload(model, vllm_config, own, []).as_loaded():
+    own = [one.module for one in processed(model) if one.own]
+    derived = [one.module for one in processed(model) if not one.own]
+    with without_lora(model), Reload(model, vllm_config, own, []).as_loaded():
         trace = trace_loader(model, layout)
     plan = make_plan(trace, own)
     placement = place(trace, plan, derived)
@@ -81,8 +84,9 @@ def learn(
         census = take(layout, ranks.share(f"{event}-held-again", holdings(placement), event), unused)
     again = [*own, *derived]
     plain = [module for module in plan.modules if module not in again]
-    reload = Reload(model, vllm_config, again, plain) if again or plain else None
-    return Attachment(placement, census, reload)
+    with without_lora(model):
+        reload = Reload(model, vllm_config, again, plain) if again or plain else None
+    return Attachment(model, placement, census, reload)
 
 
 def fill_mirrors(attachment: Attachment, vllm_config: Any, model: Any) -> None:

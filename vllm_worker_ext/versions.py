@@ -65,12 +65,15 @@ def check_supported(config: Any) -> None:
     refused = {
         f"data parallel size {parallel.data_parallel_size}": parallel.data_parallel_size > 1
         or parallel.data_parallel_index > 0,
-        f"pipeline parallel size {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
-        f"tensor parallel size {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
-        f"a world of {parallel.world_size} workers": parallel.world_size > 1,
+        f"an engine over {parallel.nnodes} nodes": parallel.nnodes > 1,
+        f"prefill context parallel size {parallel.prefill_context_parallel_size}": (
+            parallel.prefill_context_parallel_size > 1
+        ),
+        f"decode context parallel size {parallel.decode_context_parallel_size}": (
+            parallel.decode_context_parallel_size > 1
+        ),
         "expert load balancing": parallel.enable_eplb,
         "sleep mode": model.enable_sleep_mode,
-        f"quantization {model.quantization}": model.quantization is not None,
         "a multimodal model": model.is_multimodal_model,
         f"speculative decoding by {speculative and speculative.method}": speculative is not None
         and speculative.method not in ("ngram", *_DRAFTS),
