@@ -34,6 +34,7 @@ class Site:
         self.url = self.hub.stdout.readline().strip()
 
     def engine(self, folder: Path | None = None, **arguments: Any) -> Any:
+        self.arguments = arguments
         self.llm = self._start(folder or self.folder, weight_transfer_config=BACKEND, **arguments)
         return self.llm
 
@@ -81,27 +82,42 @@ class Runner:
     """Requests that are added and stepped by hand, with what has come out of each."""
 
     def __init__(self, llm: Any) -> None:
-        self.engine, self.outputs, self._ids = llm.llm_engine, {}, itertools.count()
+        self.llm, self.engine, self._ids = llm, llm.llm_engine, itertools.count()
+        self.outputs: dict[str, Any] = {}
+        self.samples: dict[tuple[str, int], Any] = {}  # a request's output has only those that got a token last
 
-    def add(self, prompt: list[int], tokens: int) -> str:
+    def add(self, prompt: list[int], tokens: int, salt: str | None = None, adapter: Any = None, **sampling: Any) -> str:
+        """Add a request, greedy unless `sampling` says otherwise; returns its name."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+        usual = {"temperature": 0.0, "max_tokens": tokens, "logprobs": 0, "ignore_eos": True, "detokenize": False}
         name = str(next(self._ids))
-        self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+        inputs = TokensPrompt(prompt_token_ids=prompt)
+        if salt is not None:
+            inputs["cache_salt"] = salt
+        self.engine.add_request(name, inputs, SamplingParams(**{**usual, **sampling}), lora_request=adapter)
         return name
+
+    def alone(self, prompt: list[int], tokens: int, **request: Any) -> tuple[list[int], list[float], int]:
+        """Tokens, logprobs and number of cached tokens of a request that nothing else runs beside."""
+        assert not self.engine.has_unfinished_requests()
+        name = self.add(prompt, tokens, **request)
+        self.finish()
+        return *self.result(name), self.outputs[name].num_cached_tokens
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
             for output in self.engine.step():
-                self.outputs[output.request_id.split("-")[0]] = output
+                name = output.request_id.split("-")[0]
+                self.outputs[name] = output
+                self.samples.update({(name, one.index): one for one in output.outputs})
 
     def finish(self) -> None:
         while self.engine.has_unfinished_requests():
             self.step()
 
-    def result(self, name: str) -> tuple[list[int], list[float]]:
-        one = self.outputs[name].outputs[0]
+    def result(self, name: str, sample: int = 0) -> tuple[list[int], list[float]]:
+        one = self.samples[name, sample]
         ids = list(one.token_ids)
         return ids, [lp[t].logprob for t, lp in zip(ids, one.logprobs, strict=True)]

@@ -296,8 +296,9 @@ def test_vllms_own_updates_are_refused(site: Callable[..., Site]) -> None:
 
 def test_an_engine_with_a_feature_that_was_not_tested_does_not_start(site: Callable[..., Site]) -> None:
     s = site()
-    with pytest.raises(EngineUnsupported, match="sleep mode"):
-        s.engine(enable_sleep_mode=True)
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with pytest.raises(EngineUnsupported, match="KV connector"):
+        s.engine(kv_transfer_config=connector)
 
 
 def test_an_untested_vllm_is_refused_unless_insisted(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENVIRONMENT, PROMPTS, Tensors, Trainer
+from engines import ENVIRONMENT, PROMPTS, Tensors, Trainer, generate, save_checkpoint
 from safetensors.torch import load_file
 
 from helpers import assert_bits_equal, wait_for
@@ -40,7 +40,7 @@ class Server:
     """`vllm serve` of a tiny model, following the hub of `trainer`."""
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
-        self.trainer, root = trainer, trainer.root
+        self.folder, self.trainer, root = folder, trainer, trainer.root
         command = [sys.executable, "-m", "sparrowrl.cli.main", "hub", "--port", "0", "--journal", str(root / "journal")]
         self.hub = subprocess.Popen(
             [*command, "--credentials", str(root / "token.json")], stdout=subprocess.PIPE, text=True
@@ -87,6 +87,22 @@ class Server:
         body = {"token_ids": prompt, "model": "tiny", "stream": False}
         sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "detokenize": False}
         return ask(f"{self.url}/inference/v1/generate", {**body, "sampling_params": sampling})["choices"][0]
+
+    def stream(self, prompt: list[int], tokens: int, began: Callable[[], None] = lambda: None) -> list[Any]:
+        """The chunks of a streamed answer; `began` is called at each of them."""
+        body = {"token_ids": prompt, "model": "tiny", "stream": True}
+        sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+        data = json.dumps({**body, "sampling_params": sampling}).encode()
+        headers = {"Content-Type": "application/json"}
+        chunks = []
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{self.url}/inference/v1/generate", data, headers), timeout=120
+        ) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    began()
+                    chunks.extend(json.loads(line[6:])["choices"])
+        return chunks
 
     def status(self) -> Any:
         known = ask(f"{self.hub_url}/runs/test/engines", token=self.trainer.credentials.reader)["engines"]
@@ -159,3 +175,42 @@ def test_a_server_follows_while_it_answers(server: Server) -> None:
     exported = load_file(server.trainer.root / f"{ENGINE_ID}-v6.safetensors")
     for name, tensor in weights.items():
         assert_bits_equal(exported[name], tensor)
+
+
+@pytest.mark.slow
+def test_streams_go_on_across_activations(server: Server, engine: Callable[..., Any], tmp_path: Path) -> None:
+    server.wait()
+    streams: list[list[Any]] = [[] for _ in PROMPTS]
+
+    def listen(prompt: list[int], into: list[Any]) -> None:
+        into.extend(server.stream(prompt, 450, lambda: first[id(into)].set()))
+
+    first = {id(into): threading.Event() for into in streams}
+    threads = [
+        threading.Thread(target=listen, args=(prompt, into)) for prompt, into in zip(PROMPTS, streams, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    assert all(event.wait(120) for event in first.values())
+    for version in range(1, 5):
+        weights = server.trainer.step(0.3)
+        wait_for(lambda version=version: server.status().get("version") == version, 60, f"version {version}")  # type: ignore[misc]
+    for thread in threads:
+        thread.join(240)
+    for chunks in streams:
+        assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert sum(len(chunk["token_ids"]) for chunk in chunks) == 450
+        if facts().stamps_requests:
+            spans = [(s["version"], s["start"], s["end"]) for s in chunks[-1]["weight_versions"]]
+            assert spans[0][:2] == ("0", 0) and spans[-1][2] == 450 and len(spans) > 1
+            assert all(before[2] == after[1] and before[0] < after[0] for before, after in pairwise(spans))
+    activations = server.status()["activations"]
+    assert [(a["base"], a["version"], a["aborted"]) for a in activations] == [(v - 1, v, 0) for v in range(1, 5)]
+    assert any(a["requests_in_flight"] for a in activations)
+    fresh = engine(save_checkpoint(server.folder, tmp_path / "fresh", weights), max_model_len=512)
+    for prompt in PROMPTS:
+        ((tokens, logprobs),) = generate(fresh, [prompt], 12)
+        chunks = server.stream(prompt, 12)
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == tokens
+        found = [one["logprob"] for chunk in chunks for one in chunk["logprobs"]["content"]]
+        assert found == pytest.approx(logprobs, abs=0.05)
