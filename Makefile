@@ -54,7 +54,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/aot.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/transport.py
-	$(BIN)/python benchmarks/activation.py
+	$(BIN)/python benchmarks/apply.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

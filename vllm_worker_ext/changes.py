@@ -60,6 +60,11 @@ class Write:
     before: int
     after: int
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(t.nbytes for t in (self.where, self.steps, self.bits) if isinstance(t, Tensor))
+
     def do(self, live: Tensor) -> Tensor | None:
         """Change the live bits intw[N]; returns what `undo` needs besides: old bits, where new ones replaced them."""
         if self.steps is not None:

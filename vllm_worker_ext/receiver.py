@@ -403,6 +403,7 @@ class Receiver:
             state=None if self._held.state is None else self._held.state.hex(),
             condition="exact" if self._held.exact else "unknown",
             staged=staged.artifact.key if staged is not None and staged.complete else None,
+            staged_bytes=sum(write.nbytes for write in staged.writes) if staged is not None else 0,
             stage_ms=staged.milliseconds if staged is not None else 0.0,
             error=self._error,
         )

@@ -82,7 +82,7 @@ class AgentStatus:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What one worker holds (`version`, `state` in hex) and the key of the artifact it has staged."""
+    """What one worker holds (`version`, `state` in hex), the key of the artifact it has staged, and its bytes there."""
 
     rank: int
     pid: int
@@ -90,6 +90,7 @@ class RankStatus:
     state: str | None = None
     condition: Condition = "exact"
     staged: str | None = None
+    staged_bytes: int = 0
     stage_ms: float = 0.0
     error: ErrorInfo | None = None
 

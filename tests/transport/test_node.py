@@ -106,9 +106,9 @@ def test_records_come_back_as_written(node: NodeDirectory) -> None:
     node.agent.write(agent)
     assert node.agent.read() == agent
     for rank in (1, 0):
-        node.rank(rank).write(RankStatus(rank, 9, 1, "cd", "unknown", None, 0.5, None))
+        node.rank(rank).write(RankStatus(rank, 9, 1, "cd", "unknown", None, 0, 0.5, None))
     assert list(node.ranks()) == [0, 1]
-    assert node.ranks()[1] == RankStatus(1, 9, 1, "cd", "unknown", None, 0.5, None)
+    assert node.ranks()[1] == RankStatus(1, 9, 1, "cd", "unknown", None, 0, 0.5, None)
 
 
 def test_nothing_is_written_as_an_empty_object(node: NodeDirectory) -> None:
