@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from zoo import Tensors as Tensors
+from zoo import make_model as make_model
+from zoo import save_checkpoint as save_checkpoint
 
 from sparrowrl.config import Credentials
 from sparrowrl.delta.journal import Journal
@@ -40,46 +47,6 @@ ENGINE_ARGS: dict[str, Any] = {
 EXTENSION = "sparrowrl.vllm_worker_ext.WorkerExtension"
 MODELS = ["qwen3", "qwen3-tied", "llama", "llama-tied"]
 RUN = "test"
-
-Tensors = dict[str, torch.Tensor]
-
-
-def make_model(folder: Path, kind: str) -> Tensors:
-    """Write a random bf16 checkpoint that vLLM can load (it pads the vocabulary to 512); returns its tensors."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-
-    cls = Qwen3Config if kind.startswith("qwen3") else LlamaConfig
-    config = cls(
-        vocab_size=500,
-        hidden_size=128,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=kind.endswith("tied"),
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    config.architectures = ["Qwen3ForCausalLM" if cls is Qwen3Config else "LlamaForCausalLM"]
-    names = AutoModelForCausalLM.from_config(config).named_parameters()
-    random = torch.Generator().manual_seed(1)
-    tensors = {name: (torch.randn(p.shape, generator=random) * 0.2).bfloat16() for name, p in names}
-    config.save_pretrained(folder)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return tensors
-
-
-def save_checkpoint(source: Path, folder: Path, tensors: Tensors) -> Path:
-    """A checkpoint with the configuration of `source` and other weights."""
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    shutil.copy(source / "config.json", folder)
-    save_file({name: t.clone() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 @dataclass
@@ -146,6 +113,21 @@ class Fetched:
             NextArtifact(key, manifest.kind, manifest.base, target, tuple(names[:segments]), segments is None)  # type: ignore[arg-type]
         )
         return key
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Engines of several ranks start in seconds: vLLM forks their workers off one process that has imported it already.
+
+    On the CPU it would spawn them, and each would import everything anew. The workers have the environment of the first
+    engine that was started like this, and the engine's core stays in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0).
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"])
+    with mock.patch.object(multiproc_executor, "get_mp_context", lambda: context):
+        yield
 
 
 def core_of(llm: Any) -> Any:

@@ -1,0 +1,241 @@
+"""Tiny random bf16 checkpoints of many model families, with what their engines need."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+VOCABULARY = 500  # vLLM pads it to 512; over two ranks each has 256 rows, of which the second pads 12
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_DENSE = {**_COMMON, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 160}
+_EXPERTS = {**_DENSE, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a checkpoint, and how an engine must be started on it."""
+
+    config: str  # class of transformers
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
+    rewrite: Callable[[Tensors], Tensors] | None = None  # of the tensors that transformers would save
+
+    def keep_tied(self, weights: Tensors) -> None:
+        """What a trainer of a tied model does by itself: its output head is its embedding."""
+        if self.settings.get("tie_word_embeddings") and "lm_head.weight" in weights:
+            weights["lm_head.weight"].copy_(weights["model.embed_tokens.weight"])
+
+
+def _head_beside_its_embedding(tensors: Tensors) -> Tensors:
+    """The output head in the checkpoint as well, with the bits of the embedding."""
+    return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def _stack_experts(tensors: Tensors) -> Tensors:
+    """Names and shapes of transformers 5 in memory: gate_up_proj [experts, 2 * intermediate, hidden], down_proj."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    stacked: Tensors = {}
+    for name, tensor in tensors.items():
+        before, found, after = name.partition(".experts.")
+        number, _, kind = after.partition(".")
+        if found and number.isdigit():
+            parts.setdefault(f"{before}.experts.{kind.removesuffix('.weight')}", []).append((int(number), tensor))
+        else:
+            stacked[name] = tensor
+    whole = {name: torch.stack([t for _, t in sorted(some, key=lambda s: s[0])]) for name, some in parts.items()}
+    for name, tensor in whole.items():
+        if name.endswith("gate_proj"):
+            up = whole[name.replace("gate_proj", "up_proj")]
+            stacked[name.replace("gate_proj", "gate_up_proj")] = torch.cat([tensor, up], dim=1)
+        elif not name.endswith("up_proj"):
+            stacked[name] = tensor
+    return stacked
+
+
+_MLA = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,  # the CPU's kernel knows this one, as DeepSeek has it
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_MLA_ARGUMENTS = {"block_size": 16}
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family("Qwen3Config", _DENSE),
+    "qwen3-tied": Family("Qwen3Config", {**_DENSE, "tie_word_embeddings": True}),
+    "qwen3-both": Family("Qwen3Config", {**_DENSE, "tie_word_embeddings": True}, rewrite=_head_beside_its_embedding),
+    "qwen3-equal": Family("Qwen3Config", _DENSE, rewrite=_head_beside_its_embedding),
+    "llama": Family("LlamaConfig", _DENSE),
+    "llama-tied": Family("LlamaConfig", {**_DENSE, "tie_word_embeddings": True}),
+    "llama-470": Family("LlamaConfig", {**_DENSE, "vocab_size": 470}),
+    "qwen2": Family("Qwen2Config", _DENSE),
+    "gpt2": Family(
+        "GPT2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 128,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": Family("Phi3Config", _DENSE),
+    "gemma2": Family("Gemma2Config", {**_DENSE, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma3": Family("Gemma3TextConfig", {**_DENSE, "query_pre_attn_scalar": 32}),
+    "qwen3-moe": Family("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 4}),
+    "qwen3-moe-stacked": Family("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 4}, rewrite=_stack_experts),
+    "mixtral": Family("MixtralConfig", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        {
+            **_DENSE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        {
+            **_DENSE,
+            "intermediate_size_mlp": 160,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "deepseek-v2": Family("DeepseekV2Config", _MLA, _MLA_ARGUMENTS),
+    "deepseek-v3": Family(
+        "DeepseekV3Config",
+        {**_MLA, "q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        _MLA_ARGUMENTS,
+    ),
+    "mamba2": Family(
+        "Mamba2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "state_size": 16,
+            "num_heads": 8,
+            "head_dim": 32,
+            "n_groups": 1,
+            "bos_token_id": 0,
+        },
+    ),
+    "lfm2": Family(
+        "Lfm2Config",
+        {
+            **_DENSE,
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,
+            "block_dim": 128,
+            "block_ff_dim": 160,
+            "block_multiple_of": 1,
+            "block_ffn_dim_multiplier": 1.0,
+            "conv_dim_out": 128,
+        },
+    ),
+    "falcon-h1": Family(
+        "FalconH1Config",
+        {
+            **_DENSE,
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        {
+            **_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "granite-moe-hybrid": Family(
+        "GraniteMoeHybridConfig",
+        {
+            **_DENSE,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 160,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+        },
+    ),
+}
+
+
+def make_model(folder: Path, name: str) -> Tensors:
+    """Write the random bf16 checkpoint of a family into `folder` (made if need be); returns its tensors."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**{"tie_word_embeddings": False, **family.settings})
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    random = torch.Generator().manual_seed(1)
+    tensors = {}
+    for key, saved in sorted(load_file(path).items()):
+        tensors[key] = (torch.randn(saved.shape, generator=random) * 0.2).to(saved.dtype)
+    if family.rewrite is not None:
+        tensors = family.rewrite(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    return tensors
+
+
+def save_checkpoint(source: Path, folder: Path, tensors: Tensors) -> Path:
+    """A checkpoint with the configuration of `source` and other weights."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    save_file({name: t.clone() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
