@@ -84,6 +84,7 @@ class Runner:
     def __init__(self, llm: Any) -> None:
         self.llm, self.engine, self._ids = llm, llm.llm_engine, itertools.count()
         self.outputs: dict[str, Any] = {}
+        self.steps = 0
         self.samples: dict[tuple[str, int], Any] = {}  # a request's output has only those that got a token last
 
     def add(self, prompt: list[int], tokens: int, salt: str | None = None, adapter: Any = None, **sampling: Any) -> str:
@@ -108,6 +109,7 @@ class Runner:
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
+            self.steps += 1
             for output in self.engine.step():
                 name = output.request_id.split("-")[0]
                 self.outputs[name] = output

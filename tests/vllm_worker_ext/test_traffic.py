@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PROMPTS, Tensors, core_of, save_checkpoint, worker_of
+from engines import EXTENSION, PROMPTS, Tensors, core_of, save_checkpoint, worker_of
 from followed import Runner, Site
 from safetensors.torch import load_file, save_file
+from zoo import FAMILIES
 
+from helpers import assert_bits_equal
 from sparrowrl.vllm_worker_ext.lora import without_lora
 from sparrowrl.vllm_worker_ext.versions import facts
 
@@ -230,20 +232,40 @@ def test_a_drain_has_a_deadline(site: Start, caplog: pytest.LogCaptureFixture) -
     check_like_fresh(s, weights, [PROMPTS[0]])
 
 
-def save_adapter(folder: Path, hidden: int = 128, heads: int = 128, rank: int = 8) -> Path:
-    """An adapter for the query, output and down projections of the tiny models, in peft's file format."""
+def test_a_drain_ends_although_the_engine_was_paused_meanwhile(site: Start) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    s = site("qwen3", SPARROWRL_IN_FLIGHT="drain", SPARROWRL_DRAIN_TIMEOUT="1")
+    run = Runner(s.engine())
+    scheduler = core_of(s.llm).scheduler
+    name = run.add(PROMPTS[0], 30)
+    run.step(5)
+    s.trainer.step(0.3)
+    s.ready()
+    run.step()
+    assert s.follower.status.version == 0 and scheduler.pause_state == PauseState.PAUSED_NEW
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    s.ready()
+    run.step()
+    assert s.follower.status.version == 1 and scheduler.pause_state == PauseState.PAUSED_ALL
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    run.finish()
+    check_spans(run, name, ("0", 0, 6), ("1", 6, 30))
+
+
+def save_adapter(folder: Path, weights: Tensors) -> Path:
+    """An adapter for the query and output projections of a model, in peft's file format."""
     folder.mkdir()
-    targets = {"self_attn.q_proj": (hidden, heads), "self_attn.o_proj": (heads, hidden), "mlp.down_proj": (160, hidden)}
-    random = torch.Generator().manual_seed(3)
+    random, rank, targets = torch.Generator().manual_seed(3), 8, ["q_proj", "o_proj"]
     tensors = {}
-    for layer in range(2):
-        for module, (into, out) in targets.items():
-            prefix = f"base_model.model.model.layers.{layer}.{module}"
+    for name, tensor in weights.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if prefix.rpartition(".")[2] in targets:
+            out, into = tensor.shape
             tensors[f"{prefix}.lora_A.weight"] = (torch.randn((rank, into), generator=random) * 0.1).bfloat16()
             tensors[f"{prefix}.lora_B.weight"] = (torch.randn((out, rank), generator=random) * 0.1).bfloat16()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    modules = [module.partition(".")[2] for module in targets]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": modules, "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
     return folder
 
@@ -254,7 +276,7 @@ def test_base_weights_follow_under_an_adapter(site: Start, tmp_path: Path, kind:
 
     s = site(kind)
     llm = s.engine(**CACHE, enable_lora=True, max_lora_rank=8)
-    adapter = LoRARequest("adapter", 1, str(save_adapter(tmp_path / "adapter")))
+    adapter = LoRARequest("adapter", 1, str(save_adapter(tmp_path / "adapter", s.trainer.weights)))
     run = Runner(llm)
     plain, adapted = run.alone(PROMPTS[0], 12), run.alone(PROMPTS[0], 12, adapter=adapter)
     assert plain[:2] != adapted[:2] and plain[2] == adapted[2] == 0
@@ -267,6 +289,27 @@ def test_base_weights_follow_under_an_adapter(site: Start, tmp_path: Path, kind:
     assert s.ask("audit").ok
     check_like_fresh(s, weights, PROMPTS)
     check_like_fresh(s, weights, PROMPTS, adapter=adapter)
+
+
+# Wrapped, the loaders of the first two fail, and that of the last drops all experts without a word.
+@pytest.mark.parametrize("kind", ["qwen3-both", "deepseek-v2", "mixtral"])
+@pytest.mark.slow
+def test_loaders_that_must_not_see_wrapped_modules(site: Start, kind: str) -> None:
+    """vLLM's CPU build starts with wrapped experts but cannot run them, so this compares weights and not answers."""
+    s = site(kind)
+    if kind == "qwen3-both":  # as a trainer has them
+        s.trainer.weights["lm_head.weight"] = s.trainer.weights["model.embed_tokens.weight"]
+    lora = {"enable_lora": True, "max_lora_rank": 8, **FAMILIES[kind].arguments}
+    live = worker_of(s.engine(**lora)).get_model()
+    for version in (1, 2):
+        weights = s.trainer.step(0.3)
+        s.reach(version)
+    assert s.ask("audit").ok
+    fresh = worker_of(s.fresh(weights, **lora, worker_extension_cls=EXTENSION)).get_model()
+    expected = dict(fresh.named_parameters(remove_duplicate=False))
+    for name, parameter in live.named_parameters(remove_duplicate=False):
+        assert_bits_equal(parameter.data, expected.pop(name).data)
+    assert not expected
 
 
 def test_wrapped_modules_are_back_whatever_happens(engine: Callable[..., Any], checkpoint: Any) -> None:
@@ -316,6 +359,7 @@ def test_speculative_decoding(site: Start, tmp_path: Path, method: str, caplog: 
     old = Runner(s.fresh(load_file(s.folder / "model.safetensors"), "old", **CACHE))
     run = Runner(llm)
     assert run.alone(PROMPTS[0], 30)[0] == old.alone(PROMPTS[0], 30)[0]
+    assert run.steps < 16 or method != "draft_model"  # a draft with the target's own weights is mostly right
     names = [run.add(prompt, 60) for prompt in PROMPTS]
     run.step(6)
     then = [made(run, name) for name in names]
