@@ -128,6 +128,7 @@ class Reload:
         """
         parts = self._parts()
         kept = {name: _bytes(part.tensor) for name, part in parts.items()}
+        saved = [_Saved(known.module) for known in self._processed]
         try:
             for byte in _PATTERNS:
                 _check_none(self._try_ways(weights, parts, kept, byte))
@@ -135,13 +136,13 @@ class Reload:
                 self.run(())
                 _check_none(self._wrong(parts, kept))
         except _LOADER_ERRORS as error:
-            _put_back(parts, kept)
+            _put_back(saved, parts, kept)
             raise PlacementError(
                 f"{', '.join(parts) or 'nothing'}: expected vLLM to load and process them again, but it failed with "
                 f"{type(error).__name__}: {str(error) or 'no reason given'}"
             ) from error
         except BaseException:
-            _put_back(parts, kept)
+            _put_back(saved, parts, kept)
             raise
         return self.digest()
 
@@ -157,7 +158,7 @@ class Reload:
             if fixed := {m for m in unseen if m not in self._whole and known[m].own and not known[m].others}:
                 self._unseen -= fixed
                 self._fixed |= fixed
-                _put_back({name: part for name, part in parts.items() if part.module in fixed}, kept)
+                _put_back([], {name: part for name, part in parts.items() if part.module in fixed}, kept)
                 wrong = self._try(weights, parts, kept, byte)
         return wrong
 
@@ -419,7 +420,9 @@ def _bytes(tensor: Tensor) -> Tensor:
     return as_bits(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _put_back(parts: dict[str, _Part], kept: dict[str, Tensor]) -> None:
+def _put_back(saved: list[_Saved], parts: dict[str, _Part], kept: dict[str, Tensor]) -> None:
+    for one in saved:
+        one.restore()
     with torch.no_grad():
         for name, part in parts.items():
             part.fill(kept[name])
