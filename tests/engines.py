@@ -93,6 +93,7 @@ class Fetched:
         root.mkdir()
         self.node = NodeDirectory.create(f"e{os.getpid()}", root)
         self.trainer = trainer
+        self._offers = 0
         source = trainer.root / "journal" / "runs" / RUN
         shutil.copytree(source / "layout", self.node.root / "runs" / RUN / "layout")
         self.copy(0, "origin")
@@ -109,9 +110,9 @@ class Fetched:
         manifest = self.trainer.journal.manifest(target, name)
         names = [ref.digest.hex() for ref in manifest.segments]
         key = f"runs/{RUN}/v/{target}/{name}"
-        self.node.next.write(
-            NextArtifact(key, manifest.kind, manifest.base, target, tuple(names[:segments]), segments is None)  # type: ignore[arg-type]
-        )
+        self._offers += 1
+        known = (key, manifest.kind, manifest.base, target, tuple(names[:segments]), segments is None)
+        self.node.next.write(NextArtifact(*known, fetch_ms=float(self._offers)))  # type: ignore[arg-type]
         return key
 
 

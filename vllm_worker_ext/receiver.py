@@ -326,11 +326,11 @@ class Receiver:
                     live[write.live], write.after, layout
                 )  # at once, while the caches still have what was written
             self._attachment.carry()
-            self._agree(event)
+            self._attachment.placement.mark_written()
+            self._agree(event)  # the last that can fail: after it the others keep what they have written
         except BaseException:
             self._undo(staged, done)
             raise
-        self._attachment.placement.mark_written()
 
     def _undo(self, staged: Staged, done: list[tuple[Write, Tensor | None]]) -> None:
         assert self._attachment is not None
