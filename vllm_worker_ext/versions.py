@@ -16,17 +16,19 @@ class Facts:
     engine_starts_updates: the worker has its weight-transfer engine start vLLM's own updates, not starts them itself.
     keeps_version: the engine core keeps a weight version (`set_weight_version`) that clients can ask for.
     stamps_requests: finished requests say which weight versions made which tokens.
+    speculates: its CPU build, with which it was tested, can decode speculatively.
     """
 
     engine_starts_updates: bool
     keeps_version: bool
     stamps_requests: bool
+    speculates: bool
 
 
 TESTED: dict[str, Facts] = {
-    "0.24.0": Facts(engine_starts_updates=False, keeps_version=False, stamps_requests=False),
-    "0.29.0": Facts(engine_starts_updates=True, keeps_version=True, stamps_requests=False),
-    "0.32.0": Facts(engine_starts_updates=True, keeps_version=True, stamps_requests=True),
+    "0.24.0": Facts(engine_starts_updates=False, keeps_version=False, stamps_requests=False, speculates=False),
+    "0.29.0": Facts(engine_starts_updates=True, keeps_version=True, stamps_requests=False, speculates=True),
+    "0.32.0": Facts(engine_starts_updates=True, keeps_version=True, stamps_requests=True, speculates=True),
 }
 
 
@@ -76,7 +78,7 @@ def check_supported(config: Any) -> None:
         "sleep mode": model.enable_sleep_mode,
         "a multimodal model": model.is_multimodal_model,
         f"speculative decoding by {speculative and speculative.method}": speculative is not None
-        and speculative.method not in ("ngram", *_DRAFTS),
+        and not (speculative.method in ("ngram", *_DRAFTS) and facts().speculates),
         "a KV connector": config.kv_transfer_config is not None,
     }
     named = [what for what, asked in refused.items() if asked]

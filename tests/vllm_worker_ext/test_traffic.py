@@ -344,6 +344,8 @@ def save_eagle(folder: Path, target: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
 def test_speculative_decoding(site: Start, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    if not facts().speculates:
+        pytest.skip("this vLLM's CPU build fails at it: _sample_recovered_tokens_kernel_impl lacks an argument")
     s = site("llama")
     draft = {
         "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
@@ -413,6 +415,8 @@ def async_scheduling(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
 
 def test_async_scheduling(site: Start, async_scheduling: dict[str, bool]) -> None:
+    if not facts().keeps_version:
+        pytest.skip("vLLM 0.24's CPU build has no stand-in for the stream that it needs")
     s = site("qwen3")
     llm = s.engine(**CACHE, **async_scheduling)
     core = core_of(llm)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparrowrl.errors import EngineUnsupported
-from sparrowrl.vllm_worker_ext.versions import check_supported, unsynced_draft
+from sparrowrl.vllm_worker_ext.versions import check_supported, facts, unsynced_draft
 
 
 def supported_config() -> SimpleNamespace:
@@ -45,6 +45,10 @@ def test_features_that_were_not_tested_are_refused(part: str | None, name: str, 
 def test_draft_models_are_accepted_with_a_warning(method: str, said: bool) -> None:
     config = supported_config()
     config.speculative_config = SimpleNamespace(method=method, model="a/draft")
+    if not facts().speculates:
+        with pytest.raises(EngineUnsupported, match=f"speculative decoding by {method}"):
+            check_supported(config)
+        return
     check_supported(config)
     warning = unsynced_draft(config)
     assert ("a/draft" in (warning or "")) == said
