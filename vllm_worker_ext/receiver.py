@@ -267,8 +267,10 @@ class Receiver:
             manifest = read_manifest(self._node, wanted, self._credentials.run, self._credentials.run_key)
             with self._lock:
                 staged.finish(manifest, self._attachment.placement, self._held)
+        if staged.offered != event:  # new, or the same artifact again because another rank has refused it
             assert staged.parts is not None
             self._ranks.offer(event, staged.parts.tobytes())
+            staged.offered = event
         self._complete(event, staged)
 
     def _complete(self, event: str, staged: Staged) -> None:

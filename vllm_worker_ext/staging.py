@@ -43,7 +43,8 @@ class Staged:
 
     `before` and `after` are, for each changed tensor, what the changed weights of this rank add to its fingerprint now
     and after the activation. When all segments are there, `manifest` is set, and `parts` is what all of the rank's
-    weights will add; when those of all ranks add up to what the manifest says, the artifact is `complete`.
+    weights will add, which the other ranks are told as the event `offered`; when those of all ranks add up to what the
+    manifest says, the artifact is `complete`.
     """
 
     artifact: NextArtifact
@@ -58,6 +59,7 @@ class Staged:
     manifest: Manifest | None = None
     parts: Parts | None = None
     fingerprints: tuple[int, ...] = ()
+    offered: str = ""
     complete: bool = False
     milliseconds: float = 0.0
 

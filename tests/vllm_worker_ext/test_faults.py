@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_takes_the_engine_down_and_the_next_one_catches_up
         e.arm(1, stage, "kill")
         with pytest.raises(Exception, match=r"(?i)died|dead|failed|executor|terminat|cancel"):
             e.call("activate", key)
-    with pytest.raises(Exception, match=r"(?i)died|dead|failed|executor|terminat|shut|cancel"):
+    with pytest.raises(Exception, match=r"(?i)died|dead|failed|executor|terminat|shut|cancel|follower node|timed out"):
         wait_for(lambda: e.llm.collective_rpc("fresh_names", timeout=5) is None, 60, "the engine to be dead")
     with forked_workers():
         llm = engine(e.folder, tensor_parallel_size=RANKS, worker_extension_cls="faulty.FaultyExtension")
