@@ -39,7 +39,7 @@ def ask(url: str, body: Any = None, token: str = "") -> Any:
 class Server:
     """`vllm serve` of a tiny model, following the hub of `trainer`."""
 
-    def __init__(self, folder: Path, trainer: Trainer) -> None:
+    def __init__(self, folder: Path, trainer: Trainer, ranks: int = 1) -> None:
         self.folder, self.trainer, root = folder, trainer, trainer.root
         command = [sys.executable, "-m", "sparrowrl.cli.main", "hub", "--port", "0", "--journal", str(root / "journal")]
         self.hub = subprocess.Popen(
@@ -67,6 +67,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"]
         command += ["--dtype", "bfloat16", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)]
         command += ["--enable-scale-out"] if facts().stamps_requests else []
+        command += ["--tensor-parallel-size", str(ranks)]
         command += ["--weight-transfer-config", '{"backend": "sparrow"}']
         self.log = root / "server.log"
         with self.log.open("w") as log:
@@ -122,9 +123,11 @@ class Server:
 
 
 @pytest.fixture
-def server(checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
+) -> Iterator[Server]:
     folder, weights = checkpoint("qwen3-tied")
-    server = Server(folder, Trainer.begin(tmp_path / "trainer", weights))
+    server = Server(folder, Trainer.begin(tmp_path / "trainer", weights), getattr(request, "param", 1))
     yield server
     server.close()
 
@@ -138,6 +141,7 @@ def gone() -> bool:
     return not [name for name in os.listdir("/dev/shm") if name.startswith(f"sparrowrl-{ENGINE_ID}-")]
 
 
+@pytest.mark.parametrize("server", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True, ids=["one", "tp2"])
 def test_a_server_follows_while_it_answers(server: Server) -> None:
     server.trainer.step()
     server.wait()
