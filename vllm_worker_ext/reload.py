@@ -155,12 +155,17 @@ class Reload:
         if unseen := {parts[n].module for n in wrong if n in parts and parts[n].module in known} - self._unseen:
             self._unseen |= unseen
             wrong = self._try(weights, parts, kept, byte)
-            if fixed := {m for m in unseen if m not in self._whole and known[m].own and not known[m].others}:
+            if fixed := {module for module in unseen if self._is_fixed(known[module])}:
                 self._unseen -= fixed
                 self._fixed |= fixed
                 _put_back([], {name: part for name, part in parts.items() if part.module in fixed}, kept)
                 wrong = self._try(weights, parts, kept, byte)
         return wrong
+
+    def _is_fixed(self, known: Processed) -> bool:
+        """Whether a module that should be loaded has nothing of the checkpoint: it got none, and holds but scales."""
+        holds = any(p is not None and p.numel() > 1 for p in known.module._parameters.values())
+        return known.own and not known.others and not holds and known.module not in self._whole
 
     def _try(
         self, weights: Callable[[], Weights], parts: dict[str, _Part], kept: dict[str, Tensor], byte: int

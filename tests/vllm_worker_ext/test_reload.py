@@ -184,6 +184,15 @@ def test_a_loader_that_forgets_is_caught(serve: Callable[..., Served]) -> None:
     assert same(served.bits(), before)
 
 
+def test_a_module_that_gets_nothing_is_caught(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3-moe")
+    before = served.bits()
+    rest = [(name, t) for name, t in served.own_weights() if "layers.0.mlp.experts." not in name]
+    with pytest.raises(PlacementError, match=rf"{EXPERTS}\.w13_weight"):
+        served.reload.prove(lambda: rest)
+    assert same(served.bits(), before)
+
+
 def test_processing_that_is_not_repeated_is_caught(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
