@@ -10,8 +10,8 @@ rank that saw all votes and was then stopped for a long time cannot commit what 
 abort has been removed meanwhile. Only rank 0 removes an abort, and its own vote first.
 
 A decision to commit, and data that everyone has, stay until all ranks have come to a later event: then none can be in
-an earlier one. A rank that hangs would keep everything else too, so the last two failed events are kept and those
-before are removed. Whoever comes to one of them later misses votes and aborts, which is what the others did.
+an earlier one. A rank that hangs would keep everything else too, so of what failed only the newest is kept. Whoever
+comes later to an event that was removed misses votes, and aborts at its deadline, which is what the others did.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from sparrowrl.transport.node import write_atomically
 
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
-_FAILED_KEPT = 2
+_ABORTS_KEPT = 64  # small; one that is gone costs a rank that is late its whole deadline
+_FAILED_SHARES_KEPT = 2
 _OFFERS_KEPT = 2  # while a rank makes a new one, others may still be looking at the one before
 _NO_ROOM = b"\0"
 
@@ -90,8 +91,8 @@ class Agreement:
                 self._collect(event, got)
                 if len(got) == self.world or left <= 0:
                     break
-                if os.path.exists(self._path(within, "decision")):
-                    raise StateError(f"expected all ranks to succeed, but {self._settle(within, '')}")
+                if (problem := self._read(within)) is not None:
+                    raise StateError(f"sharing {event}: expected all ranks to succeed, but {problem}")
         except OSError as error:
             raise TransportError(
                 f"sharing {event} ({len(data)} bytes) through {self._folder}: {error}; keep the node directory for as "
@@ -108,9 +109,9 @@ class Agreement:
         """All or nothing: None if every rank came with None, else a problem ("rank 1: ...").
 
         Every rank gets the same answer, whatever dies, hangs or comes late. The words are the same too, except for a
-        rank that has no room to write or is more than two events late. Raises UnknownState if this rank was ready to
-        commit and cannot learn what was decided; a rank that can neither write its vote nor read answers with a
-        problem, because without its vote nobody commits.
+        rank that has no room to write or comes when the decision has been removed. Raises UnknownState if this rank was
+        ready to commit and cannot learn what was decided; a rank that can neither write its vote nor read answers with
+        a problem, because without its vote nobody commits.
         """
         own = None if problem is None else f"rank {self.rank}: {problem}"
         if self.world == 1:
@@ -124,7 +125,7 @@ class Agreement:
                 answer = self._settle(event, own)
             except OSError:
                 answer = own
-        with suppress(OSError):  # a vote that stays keeps its decision, too
+        with suppress(OSError):  # a vote that cannot be removed keeps its decision from being removed, too
             _remove([self._path(event, self.rank, "vote")])
             self._left(self._path(event, "decision"), complete=not answer)
         return answer or None
@@ -147,7 +148,9 @@ class Agreement:
                 if f"{event}.decision" in names or not missing or left <= 0:
                     return self._settle(event, self._missing(missing) if missing else "")
             except OSError as error:
-                if left <= 0 or not self._folder.is_dir():
+                if left <= 0 or not os.path.isdir(self._folder):
+                    with suppress(OSError):
+                        _remove([self._path(event, self.rank, "vote")])
                     raise UnknownState(
                         f"{event}: expected a decision of all ranks in {self._folder}, got {error}; whether the "
                         "others committed is not known: restore an anchor on all ranks"
@@ -157,10 +160,7 @@ class Agreement:
     def _settle(self, event: str, problem: str) -> str:
         """The decision that there is; if there is none, abort for `problem`, or commit if that is empty."""
         decision = self._path(event, "decision")
-        while True:
-            with suppress(FileNotFoundError), open(decision, "rb") as file:
-                text = file.read()
-                return "a rank aborted and had no room to say why" if text == _NO_ROOM else text.decode()
+        while (made := self._read(event)) is None:
             try:
                 if problem:
                     self._link_text(event, problem, decision)
@@ -172,6 +172,14 @@ class Agreement:
                 if problem:  # not even a draft can be written: the folder is gone
                     raise
                 problem = f"rank {self.rank}: came back after rank 0 had left the event"
+        return made
+
+    def _read(self, event: str) -> str | None:
+        """The decision: None if there is none, "" if it is to commit."""
+        with suppress(FileNotFoundError), open(self._path(event, "decision"), "rb") as file:
+            text = file.read()
+            return "a rank aborted and had no room to say why" if text == _NO_ROOM else text.decode()
+        return None
 
     def _link_text(self, event: str, text: str, decision: str) -> None:
         draft = os.path.join(self._folder, f".{event}.{self.rank}")
@@ -201,7 +209,9 @@ class Agreement:
             self._complete, self._failed = [path], []
         else:
             self._failed = [*filter(os.path.exists, self._failed), path]
-            old = [name for name in self._failed if self.rank == 0 or name.endswith(".data")][:-_FAILED_KEPT]
+            shared = [name for name in self._failed if name.endswith(".data")]
+            decided = [name for name in self._failed if name.endswith(".decision") and self.rank == 0]
+            old = shared[:-_FAILED_SHARES_KEPT] + decided[:-_ABORTS_KEPT]
         with suppress(OSError):
             _remove(old)
 
@@ -219,7 +229,8 @@ class Agreement:
 
     def _missing(self, ranks: Iterable[int]) -> str:
         names = ", ".join(map(str, sorted(ranks)))
-        return f"not within {self._deadline:g} s: ranks {names}; look at their logs, or give them more time"
+        waited = f"did not come within {self._deadline:g} s"
+        return f"rank {names} {waited}; look at its log, or raise SPARROWRL_RANK_TIMEOUT"
 
     def _path(self, event: str, *parts: object) -> str:
         return os.path.join(self._folder, ".".join(map(str, (event, *parts))))
