@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from sparrowrl.delta.layout import U64_MASK, Layout
 from sparrowrl.errors import FingerprintMismatch, PlacementError
+from sparrowrl.kernels.bits import INT_OF_WIDTH
 from sparrowrl.kernels.fingerprint import fingerprint
 from sparrowrl.vllm_worker_ext.agreement import Agreement
 from sparrowrl.vllm_worker_ext.census import Census, Parts, holdings, take
@@ -18,7 +20,7 @@ from sparrowrl.vllm_worker_ext.placement import Placement, make_plan, place
 from sparrowrl.vllm_worker_ext.processing import processed
 from sparrowrl.vllm_worker_ext.reload import Reload, checkpoint_weights
 from sparrowrl.vllm_worker_ext.staging import synchronize
-from sparrowrl.vllm_worker_ext.tracing import trace_loader
+from sparrowrl.vllm_worker_ext.tracing import Trace, trace_loader
 
 
 @dataclass(slots=True)
@@ -65,16 +67,27 @@ class Attachment:
 
 
 def learn(
-    model: Any, vllm_config: Any, layout: Layout, ranks: Agreement, event: str, unused: Sequence[str]
+    model: Any,
+    vllm_config: Any,
+    layout: Layout,
+    ranks: Agreement,
+    event: str,
+    unused: Sequence[str],
+    distrusted: Iterable[int] = (),
 ) -> Attachment:
     """Find out where the tensors of `layout` live in this rank and the others. Writes nothing to the engine.
 
-    All ranks must call this together. Raises PlacementError, naming the tensor.
+    The `distrusted` tensors are taken for processed after loading, whatever was seen of it. All ranks must call this
+    together. Raises PlacementError, naming the tensor.
     """
     own = [one.module for one in processed(model) if one.own]
     derived = [one.module for one in processed(model) if not one.own]
-    with without_lora(model), Reload(model, vllm_config, own, []).as_loaded():
-        trace = trace_loader(model, layout)
+    with without_lora(model):
+        trace = _trace(model, vllm_config, layout, own)
+        places = {piece.live for n in distrusted for piece in trace.pieces[n]}
+        if suspects := {m for place in places for m in trace.storages.owners[place]} - {*own, *derived}:
+            own += [module for module in model.modules() if module in suspects]
+            trace = _trace(model, vllm_config, layout, own)
     plan = make_plan(trace, own)
     placement = place(trace, plan, derived)
     census = take(layout, ranks.share(f"{event}-held", holdings(placement), event), unused)
@@ -87,6 +100,24 @@ def learn(
     with without_lora(model):
         reload = Reload(model, vllm_config, again, plain) if again or plain else None
     return Attachment(model, placement, census, reload)
+
+
+def _trace(model: Any, vllm_config: Any, layout: Layout, own: Sequence[nn.Module]) -> Trace:
+    with Reload(model, vllm_config, own, []).as_loaded():
+        return trace_loader(model, layout)
+
+
+def are_in_checkpoint(vllm_config: Any, model: Any, layout: Layout, wanted: Mapping[int, int]) -> bool:
+    """Whether the checkpoint that the engine serves has tensors, by number, of these fingerprints (u64)."""
+    left = dict(wanted)
+    for name, tensor in checkpoint_weights(vllm_config, model):
+        number = layout.find(name)
+        if number in left and tensor.shape == layout.tensors[number].shape:
+            spec = layout.tensors[number]
+            bits = tensor.to(spec.torch_dtype).contiguous().view(-1).view(INT_OF_WIDTH[spec.width])
+            if int(fingerprint(bits, layout.seeds[number])) & U64_MASK != left.pop(number):
+                return False
+    return not left
 
 
 def fill_mirrors(attachment: Attachment, vllm_config: Any, model: Any) -> None:

@@ -40,13 +40,26 @@ class Census:
         Raises FingerprintMismatch if ranks that hold the same weights do not have the same part.
         """
         table = np.stack(parts)
-        same = np.where(self.like >= 0, np.take_along_axis(table, np.maximum(self.like, 0), 0) == table, True)
+        same = self._alike(table)
         if not same.all():
             rank, tensor = (int(i) for i in np.argwhere(~same)[0])
             raise FingerprintMismatch(
                 f"{self.layout.tensors[tensor].name}: expected rank {rank} to hold the same as rank "
                 f"{self.like[rank, tensor]}, got other weights"
             )
+        return self._sum(table)
+
+    def wrong(self, parts: Sequence[Parts], wanted: Sequence[int]) -> list[int]:
+        """The tensors whose parts do not add up to the `wanted` fingerprints, or are not alike where they should be."""
+        table = np.stack(parts)
+        different = ~self._alike(table).all(axis=0) | (self._sum(table) != np.array(wanted, dtype=np.uint64))
+        different[sorted(self.unused)] = False
+        return [int(n) for n in np.flatnonzero(different)]
+
+    def _alike(self, table: Parts) -> NDArray[np.bool_]:
+        return np.where(self.like >= 0, np.take_along_axis(table, np.maximum(self.like, 0), 0) == table, True)
+
+    def _sum(self, table: Parts) -> Parts:
         totals: Parts = np.where(self.counted, table, np.uint64(0)).sum(axis=0, dtype=np.uint64)
         return totals
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypedDict
@@ -66,6 +66,7 @@ class Receiver:
         self._attachment: Attachment | None = None
         self._ranks: Agreement | None = None
         self._calls = 0  # the same in all ranks: names what they do together
+        self._trusted = False  # whether all weights were proved to be where the placement says
         self._agreed = False  # whether the ranks have agreed, one way or the other, on the call that runs
         self._held = Held(exact=False)
         self._staged: Staged | None = None
@@ -169,27 +170,46 @@ class Receiver:
             origin = read_manifest(node, NextArtifact(key, "origin", None, 0), credentials.run, credentials.run_key)
             layout = Layout.from_bytes(node.key_path(layout_key(credentials.run, origin.layout)).read_bytes())
             origin.check_layout(layout)
-            own = attaching.learn(self._model, self._vllm_config, layout, ranks, event, config.unused)
-            attaching.fill_mirrors(own, self._vllm_config, self._model)
-            parts = own.live_parts()
-            everyone = [
-                np.frombuffer(data, dtype=np.uint64) for data in ranks.share(f"{event}-parts", parts.tobytes(), event)
-            ]
             wanted = tuple(tensor.fingerprint for tensor in origin.tensors)
-            held = Held(True, 0, origin.target_state, wanted, parts)
-            try:
-                _check_totals(own, everyone, held)
-            except FingerprintMismatch as error:
+            own, parts, wrong = self._learn(layout, wanted, ranks, event, ())
+            if self._is_suspect(layout, {n: wanted[n] for n in wrong}):
+                own, parts, wrong = self._learn(layout, wanted, ranks, f"{event}-again", wrong)
+            if wrong:
                 held = Held(exact=False)
                 advice = "serve the checkpoint that training started from, or have the trainer publish an anchor"
-                self._error = ErrorInfo.of(FingerprintMismatch(f"{error}; {advice}"))
+                self._error = ErrorInfo.of(FingerprintMismatch(f"{_other_weights(layout, wrong, 0, wanted)}; {advice}"))
             else:
+                held = Held(True, 0, origin.target_state, wanted, parts)
                 attaching.prove_reload(own)
             self._agree(event)
+        self._trusted |= held.exact
         self._attachment, self._held = own, held
         self._thread = threading.Thread(target=self._follow, name="sparrowrl-stager", daemon=True)
         self._thread.start()
         return "" if self._error is None else self._error.message
+
+    def _is_suspect(self, layout: Layout, wrong: dict[int, int]) -> bool:
+        """Whether the engine has loaded weights of these fingerprints, and holds other bits where they should be.
+
+        Then something has processed them after loading, unseen. (Not if we have changed them ourselves since.)
+        """
+        return (
+            bool(wrong)
+            and not self._trusted
+            and attaching.are_in_checkpoint(self._vllm_config, self._model, layout, wrong)
+        )
+
+    def _learn(
+        self, layout: Layout, wanted: tuple[int, ...], ranks: Agreement, event: str, distrusted: Sequence[int]
+    ) -> tuple[Attachment, Parts, list[int]]:
+        """What this rank holds, its parts of the fingerprints, and the tensors of which the ranks hold other bits."""
+        unused = RankConfig.from_environment().unused
+        own = attaching.learn(self._model, self._vllm_config, layout, ranks, event, unused, distrusted)
+        attaching.fill_mirrors(own, self._vllm_config, self._model)
+        parts = own.live_parts()
+        within = event.removesuffix("-again")
+        everyone = ranks.share(f"{event}-parts", parts.tobytes(), within)
+        return own, parts, own.census.wrong([np.frombuffer(data, dtype=np.uint64) for data in everyone], wanted)
 
     # Staging, on a thread of its own.
 
@@ -371,7 +391,10 @@ class Receiver:
     def _check_live(self, held: Held) -> None:
         """Audit this rank: raises FingerprintMismatch that names tensors whose live weights are not those of `held`."""
         assert self._attachment is not None and held.parts is not None
-        _raise_wrong(self._attachment, self._attachment.live_parts() != held.parts, held)
+        wrong = np.flatnonzero(self._attachment.live_parts() != held.parts).tolist()
+        if wrong:
+            layout = self._attachment.placement.layout
+            raise FingerprintMismatch(_other_weights(layout, wrong, held.version, held.fingerprints))
         self._attachment.check_carried()
 
     def _audit(self) -> str:
@@ -424,20 +447,10 @@ class Receiver:
                 self._write_status()
 
 
-def _check_totals(attachment: Attachment, parts: list[Parts], held: Held) -> None:
-    """Raise FingerprintMismatch unless what the ranks hold together is what `held` says."""
-    totals = attachment.census.totals(parts)
-    wrong = totals != np.array(held.fingerprints, dtype=np.uint64)
-    wrong[sorted(attachment.census.unused)] = False
-    _raise_wrong(attachment, wrong, held)
-
-
-def _raise_wrong(attachment: Attachment, wrong: Any, held: Held) -> None:
-    layout = attachment.placement.layout
-    names = [layout.tensors[n].name for n in np.flatnonzero(wrong)]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise FingerprintMismatch(
-            f"live weights of {', '.join(names[:3])}{more}: expected those of version {held.version}, state "
-            f"{state_id(layout, held.fingerprints).hex()[:16]}, got others"
-        )
+def _other_weights(layout: Layout, wrong: Sequence[int], version: int | None, wanted: Sequence[int]) -> str:
+    names = [layout.tensors[n].name for n in wrong]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"live weights of {', '.join(names[:3])}{more}: expected those of version {version}, state "
+        f"{state_id(layout, wanted).hex()[:16]}, got others"
+    )

@@ -101,6 +101,10 @@ class Layout:
         except KeyError:
             raise LayoutError(f"tensor {name!r} is not in the layout of {len(self)} tensors") from None
 
+    def find(self, name: str) -> int | None:
+        """The number of the tensor of that name; None if there is none."""
+        return self._numbers.get(name)
+
     @cached_property
     def id(self) -> bytes:
         """The layout id: 32 bytes."""

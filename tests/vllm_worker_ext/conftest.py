@@ -44,7 +44,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     yield start
     while made:
         made.pop().llm_engine.engine_core.shutdown()
+    _take_extensions_off()
     gc.collect()
+
+
+def _take_extensions_off() -> None:
+    """vLLM adds an extension to its worker class for good, and then no engine in this process can have another."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from sparrowrl.vllm_worker_ext.worker_extension import WorkerExtension
+
+    CPUWorker.__bases__ = tuple(base for base in CPUWorker.__bases__ if not issubclass(base, WorkerExtension))
 
 
 @pytest.fixture

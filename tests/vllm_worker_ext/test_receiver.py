@@ -472,6 +472,29 @@ def test_an_engine_with_other_weights_is_unknown_until_an_anchor(
     b.fetched.node.remove()
 
 
+def test_experts_that_are_packed_unseen_are_caught_by_the_first_proof(
+    engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU build packs experts in the same shape: nothing but the sums of the live bits can tell."""
+    from zoo import make_model
+
+    folder = tmp_path / "model"
+    weights = make_model(folder, "qwen3-moe")
+    monkeypatch.setattr("sparrowrl.vllm_worker_ext.attachment.processed", lambda model: ())
+    b = Bench(engine(folder, worker_extension_cls="fresh.FreshExtension"), folder, weights, tmp_path)
+    reply = b.attach()
+    assert reply["ok"] and reply["condition"] == "exact", reply
+    layout, opaque = b.trainer.journal.layout(), b.receiver._attachment.placement.opaque  # type: ignore[union-attr]
+    assert {layout.tensors[n].name for n in opaque} == {name for name in weights if ".experts." in name}
+    new = b.trainer.step()
+    assert b.call("activate", b.stage(1, "0.fast"))["ok"]
+    b.assert_holds(new, 1)
+    checkpoint = save_checkpoint(folder, tmp_path / "new", new)
+    assert b.llm.collective_rpc("fresh_differences", args=(str(checkpoint),)) == [{}]
+    b.receiver.close()
+    b.fetched.node.remove()
+
+
 def test_a_failed_restore_leaves_the_rank_unknown(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     b = bench("qwen3", anchor_every=1)
     b.attach()
