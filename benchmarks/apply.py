@@ -160,14 +160,14 @@ class Bench:
             return self.call("activate", key)
         if self.ranks > 1:
             return None
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
         if way == "reload":
-            return timed(lambda: runner.reload_weights(weights_iterator=iter(self.weights.items())))
+            return timed(lambda: worker.reload_weights(weights_iterator=iter(self.weights.items())))
         from vllm.model_executor.model_loader.checkpoint_weight_patch import load_checkpoint_weight_patches
 
         if self.name == "experts":  # packed weights: vLLM's patches cannot be applied to them
             return None
-        return timed(lambda: load_checkpoint_weight_patches(runner.get_model(), patches))
+        return timed(lambda: load_checkpoint_weight_patches(worker.get_model(), patches))
 
     # Requests in flight, stepped in this thread; the stager works beside it.
 

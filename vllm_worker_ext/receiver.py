@@ -110,6 +110,7 @@ class Receiver:
     def _answer(self, call_id: int, action: Callable[[], str]) -> Reply:
         detail, error = "", None
         with self._lock:
+            self._calls += 1
             try:
                 detail = action()
             except Exception as failure:  # noqa: BLE001 - an exception across the RPC desynchronizes vLLM's replies
@@ -135,7 +136,6 @@ class Receiver:
         """
         if self._ranks is None:
             raise UnknownState(f"rank {self.rank} is not attached to a run yet")
-        self._calls += 1
         event = f"{self._calls}-{what}"
         self._agreed = False
         try:
