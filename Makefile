@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo test test-slow test-vllm029 test-vllm024 test-gpu check bench clean
+.PHONY: install demo test test-slow test-vllm029 test-vllm024 test-gpu matrix check bench clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -41,6 +41,12 @@ test-vllm029: .venv-vllm029/.installed
 # Not part of CI, for its size: 6 GB, since it may have to take torch's CUDA build.
 test-vllm024: .venv-vllm024/.installed
 	.venv-vllm024/bin/pytest tests/vllm_worker_ext $(ARGS)
+
+# An hour or two: every cell of docs/engines.md, which it writes anew.
+matrix: $(INSTALLED) .venv-vllm029/.installed
+	RECORD_ENGINES=1 $(BIN)/pytest tests/vllm_worker_ext/test_matrix.py $(ARGS)
+	RECORD_ENGINES=1 .venv-vllm029/bin/pytest tests/vllm_worker_ext/test_matrix.py $(ARGS)
+	$(BIN)/python tests/engine_records.py
 
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -62,14 +63,20 @@ class Trainer:
 
     @classmethod
     def begin(
-        cls, root: Path, weights: Tensors, anchor_every: int = 0, credentials: Credentials | None = None
+        cls,
+        root: Path,
+        weights: Tensors,
+        anchor_every: int = 0,
+        credentials: Credentials | None = None,
+        wire_dtype: torch.dtype = torch.bfloat16,
     ) -> Trainer:
         credentials = credentials or Credentials.new(RUN)
         root.mkdir(exist_ok=True)
         credentials.save(root / "token.json")
         sink = JournalSink(root / "journal", credentials)
         own = {name: t.clone() for name, t in weights.items()}
-        return cls(root, credentials, own, Publisher(sink, own.items(), anchor_every=anchor_every), sink)
+        publisher = Publisher(sink, own.items(), wire_dtype=wire_dtype, anchor_every=anchor_every)
+        return cls(root, credentials, own, publisher, sink)
 
     def step(self, fraction: float = 0.02) -> Tensors:
         """Change some weights, publish them; returns a copy of them all."""
@@ -128,6 +135,16 @@ def forked_workers() -> Iterator[None]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"])
     with mock.patch.object(multiproc_executor, "get_mp_context", lambda: context):
+        yield
+
+
+@contextmanager
+def quick_starts() -> Iterator[None]:
+    """Engines of this process start sooner: no full collections, no other process that looks at the model's class."""
+    from vllm.model_executor.models import registry
+
+    here = mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect())
+    with here, mock.patch.object(gc, "collect"):
         yield
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sparrowrl.kernels.bits import INT_OF_WIDTH
-from sparrowrl.vllm_worker_ext.worker_extension import WorkerExtension
+from sparrowrl.vllm_worker_ext.processing import processed
+from sparrowrl.vllm_worker_ext.worker_extension import WorkerExtension, receiver_of
 
 # State of requests, not of weights.
 _STATE = ("kv_cache", "kv_cache_tensor")
@@ -111,6 +112,18 @@ class FreshExtension(WorkerExtension):
             if where is not None:
                 differ[name] = where
         return differ
+
+    def fresh_classes(self) -> dict[str, list[str]]:
+        """What this rank, which must be attached, takes the checkpoint's tensors for; derived: names of modules."""
+        attachment = receiver_of(self)._attachment
+        assert attachment is not None
+        placement, census = attachment.placement, attachment.census
+        special = {"opaque": placement.opaque, "alias": placement.aliases, "unused": census.unused}
+        held = {number for number, pieces in enumerate(placement.pieces) if pieces}
+        special["direct"] = frozenset(held.difference(*special.values()))
+        derived = {one.module for one in processed(self.get_model()) if not one.own}
+        names = {kind: [placement.layout.tensors[n].name for n in sorted(some)] for kind, some in special.items()}
+        return {**names, "derived": [name for name, module in self.get_model().named_modules() if module in derived]}
 
     def fresh_names(self) -> list[str]:
         """The names of all runtime tensors with a bit that can be compared."""

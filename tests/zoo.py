@@ -1,7 +1,8 @@
-"""Tiny random bf16 checkpoints of many model families, with what their engines need."""
+"""Tiny random checkpoints of many model families, with what their engines need."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
     rewrite: Callable[[Tensors], Tensors] | None = None  # of the tensors that transformers would save
+    dtype: torch.dtype = torch.bfloat16  # of the checkpoint, and so of the trainer
+    wire_dtype: torch.dtype = torch.bfloat16  # what the trainer publishes
+    unused: str = ""  # for SPARROWRL_UNUSED
+    quantisation: dict[str, Any] | None = None  # of the checkpoint: `quantization_config` of its config.json
 
     def keep_tied(self, weights: Tensors) -> None:
         """What a trainer of a tied model does by itself: its output head is its embedding."""
@@ -45,6 +50,11 @@ class Family:
 def _head_beside_its_embedding(tensors: Tensors) -> Tensors:
     """The output head in the checkpoint as well, with the bits of the embedding."""
     return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def _frequencies(tensors: Tensors) -> Tensors:
+    """A buffer that old checkpoints have, and that engines compute."""
+    return {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16, dtype=torch.bfloat16)}
 
 
 def _stack_experts(tensors: Tensors) -> Tensors:
@@ -66,6 +76,46 @@ def _stack_experts(tensors: Tensors) -> Tensors:
         elif not name.endswith("up_proj"):
             stacked[name] = tensor
     return stacked
+
+
+def _quantise(bits: int) -> Callable[[Tensors], Tensors]:
+    """Weights as compressed-tensors has them: of 8 bits, or of 4 bits eight to a word in groups of 32."""
+
+    def rewrite(tensors: Tensors) -> Tensors:
+        done: Tensors = {}
+        for name, tensor in tensors.items():
+            if not name.endswith("_proj.weight"):
+                done[name] = tensor
+                continue
+            rows, columns = tensor.shape
+            groups = tensor.float().view(rows, 1 if bits == 8 else columns // 32, -1)
+            scale = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+            whole = (groups / scale).round()
+            if bits == 8:
+                done[name] = whole.view(rows, columns).to(torch.int8)
+            else:
+                nibbles = (whole + 8).view(rows, columns // 8, 8).to(torch.int64) << torch.arange(0, 32, 4)
+                done[name + "_packed"] = nibbles.sum(-1).to(torch.int32)
+                done[name + "_shape"] = torch.tensor([rows, columns])
+            done[name + "_scale"] = scale.view(rows, -1).bfloat16()
+        return done
+
+    return rewrite
+
+
+def _quantisation(bits: int) -> dict[str, Any]:
+    strategy = {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": 32}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **strategy}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
+    if bits == 8:
+        group["input_activations"] = {**weights, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
 
 
 _MLA = {
@@ -92,8 +142,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3-tied": Family("Qwen3Config", {**_DENSE, "tie_word_embeddings": True}),
     "qwen3-both": Family("Qwen3Config", {**_DENSE, "tie_word_embeddings": True}, rewrite=_head_beside_its_embedding),
     "qwen3-equal": Family("Qwen3Config", _DENSE, rewrite=_head_beside_its_embedding),
+    "qwen3-f32": Family("Qwen3Config", _DENSE, dtype=torch.float32),
+    "qwen3-wire32": Family("Qwen3Config", _DENSE, dtype=torch.float32, wire_dtype=torch.float32),
+    "qwen3-w4": Family(
+        "Qwen3Config", {**_DENSE, "intermediate_size": 256}, rewrite=_quantise(4), quantisation=_quantisation(4)
+    ),
+    "qwen3-w8": Family("Qwen3Config", _DENSE, rewrite=_quantise(8), quantisation=_quantisation(8)),
     "llama": Family("LlamaConfig", _DENSE),
     "llama-tied": Family("LlamaConfig", {**_DENSE, "tie_word_embeddings": True}),
+    "llama-unused": Family("LlamaConfig", _DENSE, rewrite=_frequencies, unused="*.inv_freq"),
+    "llama-head": Family("LlamaConfig", _DENSE),  # whose engines' tests derive a float32 head
     "llama-470": Family("LlamaConfig", {**_DENSE, "vocab_size": 470}),
     "qwen2": Family("Qwen2Config", _DENSE),
     "gpt2": Family(
@@ -158,6 +216,7 @@ FAMILIES: dict[str, Family] = {
         "Lfm2Config",
         {
             **_DENSE,
+            "tie_word_embeddings": True,  # vLLM ties them whatever is said here
             "layer_types": ["conv", "full_attention"],
             "block_auto_adjust_ff_dim": False,
             "conv_dim": 128,
@@ -210,7 +269,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def make_model(folder: Path, name: str) -> Tensors:
-    """Write the random bf16 checkpoint of a family into `folder` (made if need be); returns its tensors."""
+    """Write the random checkpoint of a family into `folder` (made if need be); returns its tensors."""
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -218,7 +277,7 @@ def make_model(folder: Path, name: str) -> Tensors:
     config = getattr(transformers, family.config)(**{"tie_word_embeddings": False, **family.settings})
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=family.dtype)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     random = torch.Generator().manual_seed(1)
@@ -227,6 +286,10 @@ def make_model(folder: Path, name: str) -> Tensors:
         tensors[key] = (torch.randn(saved.shape, generator=random) * 0.2).to(saved.dtype)
     if family.rewrite is not None:
         tensors = family.rewrite(tensors)
+    if family.quantisation is not None:
+        config_file = folder / "config.json"
+        known = json.loads(config_file.read_text())
+        config_file.write_text(json.dumps({**known, "quantization_config": family.quantisation}))
     save_file(tensors, path, {"format": "pt"})
     return tensors
 
