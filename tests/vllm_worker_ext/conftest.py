@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENGINE_ARGS, ENVIRONMENT, Tensors, make_model
+from driven import Bench
+from engines import ENGINE_ARGS, ENVIRONMENT, EXTENSION, Tensors, make_model
 from followed import ENGINE_ID, Site, Start
 
 Checkpoint = Callable[[str], tuple[Path, Tensors]]
@@ -79,3 +80,21 @@ def site(
     for one in made:
         one.hub.terminate()
         one.hub.wait(20)
+
+
+@pytest.fixture
+def bench(
+    engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
+) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def start(kind: str = "qwen3-tied", anchor_every: int = 0) -> Bench:
+        folder, weights = checkpoint(kind)
+        llm = engine(folder, worker_extension_cls=EXTENSION)
+        made.append(Bench(llm, folder, weights, tmp_path, anchor_every))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.receiver.close()
+        one.fetched.node.remove()

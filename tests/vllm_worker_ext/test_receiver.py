@@ -3,108 +3,24 @@
 from __future__ import annotations
 
 import errno
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import EXTENSION, MODELS, PROMPTS, Fetched, Tensors, Trainer, generate, save_checkpoint, worker_of
-from safetensors.torch import load_file
+from driven import Bench
+from engines import EXTENSION, MODELS, PROMPTS, Tensors, Trainer, generate, save_checkpoint, worker_of
 
 from helpers import assert_bits_equal, wait_for
 from sparrowrl.delta.blocks import SparseBlock
 from sparrowrl.delta.box import Box
 from sparrowrl.delta.manifest import Manifest
 from sparrowrl.delta.segment import SegmentPacker
-from sparrowrl.kernels.scatter import scatter_add_
-from sparrowrl.transport.node import NextArtifact, RankStatus
-from sparrowrl.vllm_worker_ext import changes as changes_module
-from sparrowrl.vllm_worker_ext.receiver import Receiver
-from sparrowrl.vllm_worker_ext.worker_extension import receiver_of
+from sparrowrl.transport.node import NextArtifact
 
 pytestmark = pytest.mark.vllm
 Start = Callable[..., Any]
-
-
-class Bench:
-    """An engine in this process, its receiver, its trainer, and what an agent would have fetched."""
-
-    def __init__(self, llm: Any, folder: Path, weights: Tensors, root: Path, anchor_every: int = 0) -> None:
-        self.llm, self.folder, self.root = llm, folder, root
-        self.trainer = Trainer.begin(root / "trainer", weights, anchor_every)
-        self.fetched = Fetched(root / "node", self.trainer)
-        self.receiver: Receiver = receiver_of(worker_of(llm))
-        self.calls = 0
-
-    def call(self, method: str, *args: str) -> Any:
-        self.calls += 1
-        reply = getattr(self.receiver, method)(self.calls, *args)
-        assert reply["call_id"] == self.calls and reply["rank"] == 0
-        return reply
-
-    def attach(self) -> Any:
-        return self.call("attach", str(self.fetched.node.root), str(self.trainer.root / "token.json"))
-
-    def status(self) -> RankStatus:
-        status = self.fetched.node.rank(0).read()
-        assert status is not None
-        return status
-
-    def stage(self, target: int, name: str) -> str:
-        key = self.fetched.offer(target, name)
-        wait_for(lambda: self.status().staged == key, 60, f"{key} to be staged")
-        return key
-
-    def offer_again(self) -> None:
-        """Take the offer back, as an agent does before it makes the same one anew."""
-        self.fetched.node.next.write(None)
-        wait_for(lambda: self.receiver._refused is None, 60, "the receiver to see that the offer is gone")
-
-    def refused(self) -> str:
-        seen: list[RankStatus] = []
-
-        def failed() -> bool:
-            seen.append(self.status())
-            return seen[-1].error is not None
-
-        wait_for(failed, 60, "an error")
-        error = seen[-1].error
-        assert error is not None and seen[-1].staged is None
-        return f"{error.error}: {error.message}"
-
-    def exported(self) -> Tensors:
-        path = self.root / "export.safetensors"
-        reply = self.call("export", str(path))
-        assert reply["ok"], reply
-        return load_file(path)
-
-    def assert_holds(self, weights: Tensors, version: int) -> None:
-        reply = self.call("audit")
-        assert reply["ok"] and reply["version"] == version and reply["condition"] == "exact", reply
-        got = self.exported()
-        assert sorted(got) == sorted(weights)
-        for name, tensor in weights.items():
-            assert_bits_equal(got[name], tensor)
-
-
-@pytest.fixture
-def bench(
-    engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
-) -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
-    def start(kind: str = "qwen3-tied", anchor_every: int = 0) -> Bench:
-        folder, weights = checkpoint(kind)
-        llm = engine(folder, worker_extension_cls=EXTENSION)
-        made.append(Bench(llm, folder, weights, tmp_path, anchor_every))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.receiver.close()
-        one.fetched.node.remove()
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -367,92 +283,6 @@ def test_blocks_that_overlap_or_do_not_add_up_are_refused(bench: Callable[..., B
     assert b.call("audit")["version"] == 0
 
 
-# 2 % changed goes as steps, 90 % mostly as whole ranges of bits.
-@pytest.mark.parametrize(("fraction", "fail_at"), [(0.02, 0), (0.02, 1), (0.02, 7), (0.9, 0)])
-def test_a_failure_of_any_write_is_undone(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, fraction: float, fail_at: int
-) -> None:
-    b = bench("qwen3")
-    b.attach()
-    start = b.exported()
-    weights = b.trainer.step(fraction)
-    key = b.stage(1, "0.fast")
-    calls = itertools.count()
-
-    def scatter(*args: Any) -> None:
-        if next(calls) == fail_at:
-            raise RuntimeError("injected")
-        scatter_add_(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(changes_module, "scatter_add_", scatter)
-        reply = b.call("activate", key)
-    assert not reply["ok"] and reply["error"] == {"error": "RuntimeError", "message": "injected"}
-    assert reply["condition"] == "exact" and reply["version"] == 0
-    b.assert_holds(start, 0)
-    b.offer_again()
-    assert b.call("activate", b.stage(1, "0.fast"))["ok"]
-    b.assert_holds(weights, 1)
-
-
-@pytest.mark.parametrize("fraction", [0.02, 0.9])
-def test_a_write_that_does_not_stick_is_noticed_and_undone(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, fraction: float
-) -> None:
-    b = bench("qwen3")
-    b.attach()
-    start = b.exported()
-    b.trainer.step(fraction)
-    key = b.stage(1, "0.fast")
-    write = changes_module.Write.do
-
-    def write_and_spoil(self: changes_module.Write, live: torch.Tensor) -> torch.Tensor | None:
-        old = write(self, live)
-        if 5 in self.tensors and fraction < 0.5:  # one step too many
-            live[self.where[:1]] += 1  # type: ignore[index]
-            spoiled.append((live, self.where[:1]))  # type: ignore[index]
-        elif 5 in self.tensors:
-            live[self.where] ^= 1
-        return old
-
-    spoiled: list[tuple[torch.Tensor, Any]] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(changes_module.Write, "do", write_and_spoil)
-        reply = b.call("activate", key)
-    assert not reply["ok"]
-    if spoiled:  # negated steps cannot take back what somebody else wrote, and the rank says so
-        assert reply["error"]["error"] == "UnknownState" and reply["condition"] == "unknown"
-        return
-    assert reply["error"]["error"] == "FingerprintMismatch" and reply["condition"] == "exact"
-    b.assert_holds(start, 0)
-
-
-def test_an_undo_that_fails_leaves_the_rank_unknown(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    b = bench("qwen3", anchor_every=2)
-    b.attach()
-    b.trainer.step()
-    key = b.stage(1, "0.fast")
-    count = 0
-
-    def scatter(*args: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > 3:
-            raise RuntimeError("injected")
-        scatter_add_(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(changes_module, "scatter_add_", scatter)
-        reply = b.call("activate", key)
-    assert not reply["ok"] and reply["error"]["error"] == "UnknownState" and reply["condition"] == "unknown"
-    assert b.call("audit")["error"]["error"] == "UnknownState"
-    weights = b.trainer.step()
-    assert b.call("activate", b.stage(2, "anchor.dense"))["condition"] == "exact"
-    b.assert_holds(weights, 2)
-
-
 def test_an_engine_with_other_weights_is_unknown_until_an_anchor(
     engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
 ) -> None:
@@ -493,20 +323,6 @@ def test_experts_that_are_packed_unseen_are_caught_by_the_first_proof(
     assert b.llm.collective_rpc("fresh_differences", args=(str(checkpoint),)) == [{}]
     b.receiver.close()
     b.fetched.node.remove()
-
-
-def test_a_failed_restore_leaves_the_rank_unknown(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    b = bench("qwen3", anchor_every=1)
-    b.attach()
-    weights = b.trainer.step()
-    key = b.stage(1, "anchor.dense")
-    with monkeypatch.context() as patch:
-        patch.setattr(changes_module.Write, "do", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
-        reply = b.call("activate", key)
-    assert not reply["ok"] and reply["condition"] == "unknown"
-    b.offer_again()
-    assert b.call("activate", b.stage(1, "anchor.dense"))["ok"]
-    b.assert_holds(weights, 1)
 
 
 def test_attaching_without_a_directory_answers_and_does_not_raise(bench: Callable[..., Bench], tmp_path: Path) -> None:
