@@ -36,11 +36,11 @@ test-slow: $(INSTALLED)
 
 # The engine side on the older vLLMs that are supported; without a GPU only.
 test-vllm029: .venv-vllm029/.installed
-	.venv-vllm029/bin/pytest tests/vllm_worker_ext $(ARGS)
+	.venv-vllm029/bin/pytest tests/vllm_worker_ext -m "not slow and not gpu" $(ARGS)
 
 # Not part of CI, for its size: 6 GB, since it may have to take torch's CUDA build.
 test-vllm024: .venv-vllm024/.installed
-	.venv-vllm024/bin/pytest tests/vllm_worker_ext $(ARGS)
+	.venv-vllm024/bin/pytest tests/vllm_worker_ext -m "not slow and not gpu" $(ARGS)
 
 # An hour or two: every cell of docs/engines.md, which it writes anew.
 matrix: $(INSTALLED) .venv-vllm029/.installed
