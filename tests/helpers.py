@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 
 _INT_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,6 +27,15 @@ def assert_bits_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
             f"{bad.numel()} of {left.numel()} elements differ; "
             f"first at {first}: expected {expected_bits:#x}, got {got_bits:#x}"
         )
+
+
+def skip_before(version: str, what: str) -> None:
+    """Skip a test of what vLLM, or its CPU build, can only do since a version."""
+    import vllm
+    from packaging.version import Version
+
+    if Version(vllm.__version__) < Version(version):
+        pytest.skip(f"vLLM {vllm.__version__}: {what} since {version}")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from helpers import skip_before
+
 Tensors = dict[str, torch.Tensor]
 
 VOCABULARY = 500  # vLLM pads it to 512; over two ranks each has 256 rows, of which the second pads 12
@@ -267,12 +269,23 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# vLLM 0.24's CPU build has no MLA and no state-space kernels; its loaders drop stacked experts, or fail at gpt-oss.
+SINCE_029 = {
+    *("qwen3-moe-stacked", "gpt-oss", "deepseek-v2", "deepseek-v3"),
+    *("mamba2", "lfm2", "falcon-h1", "qwen3-next", "granite-moe-hybrid"),
+}
+
 
 def make_model(folder: Path, name: str) -> Tensors:
-    """Write the random checkpoint of a family into `folder` (made if need be); returns its tensors."""
+    """Write the random checkpoint of a family into `folder` (made if need be); returns its tensors.
+
+    Skips the test if the vLLM that is installed cannot run the family.
+    """
     import transformers
     from safetensors.torch import load_file, save_file
 
+    if name in SINCE_029:
+        skip_before("0.29", f"runs {name}")
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**{"tie_word_embeddings": False, **family.settings})
     with torch.random.fork_rng():

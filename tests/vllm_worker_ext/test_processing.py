@@ -9,6 +9,7 @@ import torch
 from engines import EXTENSION, worker_of
 from zoo import FAMILIES, make_model
 
+from helpers import skip_before
 from sparrowrl.errors import PlacementError
 from sparrowrl.vllm_worker_ext.processing import processed
 
@@ -74,14 +75,20 @@ def test_an_engine_that_is_not_ours_is_not_watched(engine: Start, tmp_path: Path
         processed(model)
 
 
+def with_hook(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Any], Any]) -> None:
+    """Have Llama models call `hook` after loading."""
+    skip_before("0.29", "calls a hook of the model")
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, METHOD, hook, raising=False)
+
+
 def heads(model: Any) -> None:
     model.heads = [model.lm_head.weight.float()]
 
 
 def test_a_hook_of_the_model_derives(model_of: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-
-    monkeypatch.setattr(LlamaForCausalLM, METHOD, heads, raising=False)
+    with_hook(monkeypatch, heads)
     (known,) = processed(model_of("llama"))
     assert (known.own, known.others, known.made) == (False, True, {"heads.0"})
 
@@ -104,27 +111,22 @@ def test_load_weights_derives(model_of: Start, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("visible", [True, False])
 def test_kernels_that_cannot_be_seen(model_of: Start, monkeypatch: pytest.MonkeyPatch, visible: bool) -> None:
     """A tensor that no operation has filled was filled by something else, from who knows what."""
-    from vllm.model_executor.models.llama import LlamaForCausalLM
 
     def fill(self: Any) -> None:
         self.table = torch.zeros(4) if visible else torch.empty(4)
 
-    monkeypatch.setattr(LlamaForCausalLM, METHOD, fill, raising=False)
+    with_hook(monkeypatch, fill)
     assert len(processed(model_of("llama"))) == (0 if visible else 1)
 
 
 def test_writing_to_another_module_makes_it_opaque(model_of: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-
-    monkeypatch.setattr(LlamaForCausalLM, METHOD, lambda self: self.lm_head.weight.data.mul_(2), raising=False)
+    with_hook(monkeypatch, lambda self: self.lm_head.weight.data.mul_(2))
     assert found_in(model_of("llama")) == {"": False, "lm_head": True}
 
 
 def test_replacing_weights_of_another_module_makes_it_opaque(model_of: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-
     def replace(self: Any) -> None:
         self.lm_head.weight = torch.nn.Parameter(self.lm_head.weight * 2, requires_grad=False)
 
-    monkeypatch.setattr(LlamaForCausalLM, METHOD, replace, raising=False)
+    with_hook(monkeypatch, replace)
     assert found_in(model_of("llama")) == {"": False, "lm_head": True}

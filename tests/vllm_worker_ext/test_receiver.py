@@ -12,7 +12,7 @@ import torch
 from driven import Bench
 from engines import EXTENSION, MODELS, PROMPTS, Tensors, Trainer, generate, save_checkpoint, worker_of
 
-from helpers import assert_bits_equal, wait_for
+from helpers import assert_bits_equal, skip_before, wait_for
 from sparrowrl.delta.blocks import SparseBlock
 from sparrowrl.delta.box import Box
 from sparrowrl.delta.manifest import Manifest
@@ -306,6 +306,7 @@ def test_experts_that_are_packed_unseen_are_caught_by_the_first_proof(
     engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's CPU build packs experts in the same shape: nothing but the sums of the live bits can tell."""
+    skip_before("0.29", "leaves packed experts their loaders")
     from zoo import make_model
 
     folder = tmp_path / "model"

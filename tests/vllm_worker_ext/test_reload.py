@@ -11,6 +11,7 @@ from engines import EXTENSION, PROMPTS, generate, worker_of
 from safetensors.torch import load_file, save_file
 from zoo import FAMILIES, Tensors, make_model, save_checkpoint
 
+from helpers import skip_before
 from sparrowrl.errors import PlacementError
 from sparrowrl.vllm_worker_ext.attributes import Attributes
 from sparrowrl.vllm_worker_ext.processing import processed
@@ -213,6 +214,7 @@ def derive(model: Any) -> None:
 @pytest.fixture
 def derived(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Served:
     """An engine whose model derives tensors from its output head."""
+    skip_before("0.29", "calls a hook of the model")
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, HOOK, derive, raising=False)
