@@ -133,7 +133,9 @@ class Bench:
             times["stage"].append(status.stage_ms)
             for way in WAYS:
                 took = self.apply(way, key, patches)
-                times[way] += [took] if took is not None else []
+                if took is None:
+                    continue
+                times[way].append(took)
                 self.step(4)
                 gaps[way] += [self.gap()] if requests else []
             self.end()
