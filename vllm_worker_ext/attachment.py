@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ from sparrowrl.errors import FingerprintMismatch, PlacementError
 from sparrowrl.kernels.bits import INT_OF_WIDTH
 from sparrowrl.kernels.fingerprint import fingerprint
 from sparrowrl.vllm_worker_ext.agreement import Agreement
+from sparrowrl.vllm_worker_ext.attributes import Attributes
 from sparrowrl.vllm_worker_ext.census import Census, Parts, holdings, take
 from sparrowrl.vllm_worker_ext.lora import without_lora
 from sparrowrl.vllm_worker_ext.placement import Placement, make_plan, place
-from sparrowrl.vllm_worker_ext.processing import processed
+from sparrowrl.vllm_worker_ext.processing import loaded, processed
 from sparrowrl.vllm_worker_ext.reload import Reload, checkpoint_weights
 from sparrowrl.vllm_worker_ext.staging import synchronize
 from sparrowrl.vllm_worker_ext.tracing import Trace, trace_loader
@@ -55,7 +56,7 @@ class Attachment:
             if self.digest is None:
                 self.digest = self.reload.prove(self.placement.mirrored)
                 return
-            self.reload.run(self.placement.mirrored())
+            self.reload.run_all(self.placement.mirrored())
             self.digest = self.reload.digest()
 
     def check_carried(self) -> None:
@@ -88,11 +89,12 @@ def learn(
         if suspects := {m for place in places for m in trace.storages.owners[place]} - {*own, *derived}:
             own += [module for module in model.modules() if module in suspects]
             trace = _trace(model, vllm_config, layout, own)
-    plan = make_plan(trace, own)
+    own_or_missed = [*own, *_missed(model, trace)]
+    plan = make_plan(trace, own_or_missed)
     placement = place(trace, plan, derived)
     census = take(layout, ranks.share(f"{event}-held", holdings(placement), event), unused)
     if census.partial:
-        plan = make_plan(trace, own, census.partial)
+        plan = make_plan(trace, own_or_missed, census.partial)
         placement = place(trace, plan, derived)
         census = take(layout, ranks.share(f"{event}-held-again", holdings(placement), event), unused)
     again = [*own, *derived]
@@ -105,6 +107,17 @@ def learn(
 def _trace(model: Any, vllm_config: Any, layout: Layout, own: Sequence[nn.Module]) -> Trace:
     with Reload(model, vllm_config, own, []).as_loaded():
         return trace_loader(model, layout)
+
+
+def _missed(model: Any, trace: Trace) -> Iterator[nn.Module]:
+    """The modules of which the loader wrote a buffer or an attribute when it loaded, but not when it was traced."""
+    for module, known in loaded(model).items():
+        leaves = Attributes.of(module).leaves
+        tensors = [module._buffers.get(name) for name in known.buffers]
+        tensors += [leaves[path].tensor for path in known.made if path in leaves]
+        places = {trace.storages.find(tensor) for tensor in tensors if tensor is not None} - {None}
+        if not places <= trace.writers.keys():
+            yield module
 
 
 def are_in_checkpoint(vllm_config: Any, model: Any, layout: Layout, wanted: Mapping[int, int]) -> bool:

@@ -40,10 +40,14 @@ class Leaf:
 
 @dataclass(slots=True)
 class Attributes:
-    """Everything that hangs on a module: the tensors by path, and the objects on the way with their attributes."""
+    """Everything that hangs on a module: the tensors by path, and what is on the way to them.
+
+    `objects` are those with their attributes, `containers` the lists and dictionaries with copies of them.
+    """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     objects: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    containers: list[tuple[Any, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Attributes:
@@ -69,6 +73,16 @@ class Attributes:
                 changed.append((thing, other))
         return changed
 
+    def put_back(self) -> None:
+        """Give all objects and containers what they had."""
+        rewind(self.changed())
+        for container, old in self.containers:
+            if isinstance(container, list):
+                container[:] = old
+            else:
+                container.clear()
+                container.update(old)
+
     def _walk(self, path: str, value: Any, holder: Any, key: Any, seen: set[int]) -> None:
         if isinstance(value, Tensor):
             self.leaves[path] = Leaf(value, holder, key)
@@ -76,6 +90,8 @@ class Attributes:
         if id(value) in seen:
             return
         seen.add(id(value))
+        if type(value) in (list, dict):
+            self.containers.append((value, value.copy()))
         for name, part in _items(value):
             self._walk(f"{path}.{name}", part, value, name, seen)
         if _is_entered(value):

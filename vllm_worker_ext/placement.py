@@ -7,7 +7,7 @@ storage, and the model's own loader carries the whole tensors into the engine (r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +33,15 @@ class Placement:
     """Every weight of a layout that this rank holds.
 
     `live` holds each storage once as a 1-D integer tensor, the mirrors of opaque tensors last (on the CPU);
-    `pieces[n]` are those of tensor n of the layout. The tensors in `aliases` are the same memory as others (a tied
-    output head): they are proved but never written.
+    `pieces[n]` are those of tensor n of the layout. `aliases` are tensors that are the same memory as another (a tied
+    output head), and which: they are proved but never written.
     """
 
     layout: Layout
     live: tuple[Tensor, ...]
     parameters: tuple[nn.Parameter, ...]
     pieces: tuple[tuple[Piece, ...], ...]
-    aliases: frozenset[int]
+    aliases: Mapping[int, int]
     opaque: frozenset[int]
 
     @property
@@ -108,7 +108,7 @@ def make_plan(trace: Trace, processed: Iterable[nn.Module], more: Iterable[int] 
         shared = {m for module in new_modules for number in held.get(module, ()) for m in storages.owners[number]}
         new_tensors -= opaque
         new_modules = shared - modules
-    return Plan(frozenset(opaque), frozenset(modules))
+    return Plan(frozenset(opaque & trace.used), frozenset(modules))  # the rest is left out, whatever was around it
 
 
 def place(trace: Trace, plan: Plan, derived: Iterable[nn.Module] = ()) -> Placement:
@@ -132,13 +132,13 @@ def place(trace: Trace, plan: Plan, derived: Iterable[nn.Module] = ()) -> Placem
 
 
 def _check_covered(trace: Trace, plan: Plan, pieces: list[list[Piece]], derived: set[nn.Module]) -> None:
-    storages = trace.storages
+    layout, storages = trace.layout, trace.storages
     by_storage: dict[int, list[Piece]] = {number: [] for number in range(len(storages.live))}
-    for piece in (*(p for some in pieces for p in some), *trace.padding):
+    exempt = {n for n, own in enumerate(storages.owners) if not storages.names[n] or own <= plan.modules | derived}
+    for piece in (*(p for some in pieces for p in some), *(p for p in trace.padding if p.live not in exempt)):
         by_storage[piece.live].append(piece)
     for number, some in by_storage.items():
-        names = storages.names[number]
-        if not names or storages.owners[number] <= plan.modules | derived:
+        if number in exempt and len(some) < 2:
             continue
         elements = storages.live[number].numel()
         if len(some) == 1 and (some[0].sizes, some[0].target_strides, some[0].target) == ((elements,), (1,), 0):
@@ -146,10 +146,10 @@ def _check_covered(trace: Trace, plan: Plan, pieces: list[list[Piece]], derived:
         covered = marks(elements, [(p.sizes, p.target_strides, p.target) for p in some])
         if covered is None:
             raise PlacementError(
-                f"{names[0]}: expected one checkpoint weight in each place, got two; does the engine tie weights that "
-                "the trainer does not?"
+                f"{_name(storages, layout, pieces, number)}: expected one checkpoint weight in each place, got two; "
+                "does the engine tie weights that the trainer does not?"
             )
-        for name in names:
+        for name in () if number in exempt else storages.names[number]:
             p = storages.parameters[name]
             if not covered.as_strided(p.shape, p.stride(), p.storage_offset()).all():
                 raise PlacementError(
@@ -158,12 +158,17 @@ def _check_covered(trace: Trace, plan: Plan, pieces: list[list[Piece]], derived:
                 )
 
 
-def _find_aliases(layout: Layout, pieces: list[list[Piece]], storages: Storages) -> frozenset[int]:
+def _name(storages: Storages, layout: Layout, pieces: list[list[Piece]], number: int) -> str:
+    tensors = (layout.tensors[n].name for n, some in enumerate(pieces) if any(p.live == number for p in some))
+    return next(iter(storages.names[number]), "") or next(tensors)
+
+
+def _find_aliases(layout: Layout, pieces: list[list[Piece]], storages: Storages) -> dict[int, int]:
     """Give a tensor that the loader leaves out the pieces of the one with which the engine shares its memory.
 
     So it is with the output head of a tied model whose trainer publishes it as well.
     """
-    aliases = set()
+    aliases: dict[int, int] = {}
     whole = {some[0].live: n for n, some in enumerate(pieces) if len(some) == 1}
     for number, spec in enumerate(layout.tensors):
         parameter = storages.parameters.get(spec.name)
@@ -173,5 +178,5 @@ def _find_aliases(layout: Layout, pieces: list[list[Piece]], storages: Storages)
         owner = None if place is None else whole.get(place)
         if owner is not None and layout.tensors[owner].shape == spec.shape:
             pieces[number] = list(pieces[owner])
-            aliases.add(number)
-    return frozenset(aliases)
+            aliases[number] = owner
+    return aliases

@@ -24,6 +24,7 @@ from sparrowrl.vllm_worker_ext.attributes import Attributes
 
 _METHOD = "process_weights_after_loading"
 _RECORD = "_sparrowrl_processed"
+_LOADED = "_sparrowrl_loaded"
 _WATCH = "_sparrowrl_watch"
 # These look at shapes and dtypes only.
 ALLOCATION = frozenset(
@@ -91,6 +92,12 @@ def processed(model: torch.nn.Module) -> tuple[Processed, ...]:
     return record
 
 
+def loaded(model: torch.nn.Module) -> dict[torch.nn.Module, Processed]:
+    """By module, what the model's loader wrote besides parameters. The model's loading must have been watched."""
+    record: dict[torch.nn.Module, Processed] = vars(model)[_LOADED]
+    return record
+
+
 def watch_loading(is_ours: Callable[[Any], bool]) -> None:
     """Have the loading of the models of each VllmConfig for which `is_ours` holds watched, in this process."""
     from vllm.config import get_current_vllm_config_or_none
@@ -122,7 +129,7 @@ def watch_loading(is_ours: Callable[[Any], bool]) -> None:
             if watch is not None:
                 watch.interception.remove()
         if watch is not None:
-            setattr(model, _RECORD, watch.result())
+            watch.record()
 
     for module in [m for name, m in sys.modules.items() if name.startswith("vllm.")]:
         if vars(module).get("initialize_model") is initialize:
@@ -179,7 +186,7 @@ class _Watch:
         self._model: torch.nn.Module = model
         self._notes: dict[torch.nn.Module, _Notes] = {}
         self._touched: list[_Touched] = []
-        self._written: set[int] = set()
+        self._loaded: dict[torch.nn.Module, Processed] = {}
         self._owners: dict[int, set[torch.nn.Module]] = {}
         for module in model.modules():
             self._claim(module)
@@ -187,17 +194,22 @@ class _Watch:
         self._load: Callable[..., Any] = model.load_weights
         vars(model)["load_weights"] = self._watched_load
 
-    def result(self) -> tuple[Processed, ...]:
+    def record(self) -> None:
+        """Leave at the model what was noted."""
+        vars(self._model).update({_RECORD: self._result(), _LOADED: self._loaded})
+
+    def _result(self) -> tuple[Processed, ...]:
         """The modules of which something was noted, in the model's order."""
         found = []
         for module in self._model.modules():
             notes = self._notes.get(module)
             if notes is None or not (notes.own or notes.others):
                 continue
-            loaded = {name for name, buffer in module._buffers.items() if storage_of(buffer) in self._written}
-            buffers = frozenset(notes.buffers | (loaded if notes.own else set()))
-            calls, made = tuple(notes.calls), frozenset(notes.made)
-            found.append(Processed(module, notes.own, notes.others, calls, made, buffers))
+            loaded = self._loaded.get(module, Processed(module, own=True))
+            buffers = notes.buffers | (loaded.buffers if notes.own else set())
+            made = notes.made | loaded.made
+            calls = tuple(notes.calls)
+            found.append(Processed(module, notes.own, notes.others, calls, frozenset(made), frozenset(buffers)))
         return tuple(found)
 
     def _claim(self, module: torch.nn.Module) -> dict[str, int]:
@@ -255,10 +267,11 @@ class _Watch:
 
     def _watched_load(self, *args: Any, **kwargs: Any) -> Any:
         before = {module: Attributes.of(module) for module in self._model.modules()}
+        buffers = {module: dict(module._buffers) for module in self._model.modules()}
         vars(self._model).pop("load_weights")
         with self._touching() as touched:
             result = self._load(*args, **kwargs)
-        self._written |= touched.written
+        self._note_loaded(touched.written, buffers)
         for module, attributes in before.items():
             if module not in self._notes:
                 notes = _Notes()
@@ -267,6 +280,18 @@ class _Watch:
                     notes.others = True
                     self._notes[module] = notes
         return result
+
+    def _note_loaded(self, written: set[int], before: dict[torch.nn.Module, dict[str, Tensor | None]]) -> None:
+        """Note the buffers and attributes that are new or have storages in `written`, but for views of parameters."""
+        ours = written - self._owners.keys()
+        for module in self._model.modules():
+            old = before.get(module, {})
+            new = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+            buffers = frozenset(n for n, b in new.items() if storage_of(b) in written or b is not old.get(n))
+            leaves = Attributes.of(module).leaves.items()
+            made = frozenset(path for path, leaf in leaves if storage_of(leaf.tensor) in ours)
+            if buffers or made:
+                self._loaded[module] = Processed(module, own=True, made=made, buffers=buffers)
 
     @contextmanager
     def _touching(self) -> Iterator[_Touched]:

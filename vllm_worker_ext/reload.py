@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from blake3 import blake3
@@ -17,6 +17,7 @@ from sparrowrl.vllm_worker_ext import processing
 from sparrowrl.vllm_worker_ext.attributes import Attributes, rewind
 from sparrowrl.vllm_worker_ext.processing import CallId, Interception, Processed, storage_of
 
+Key = TypeVar("Key")
 Weights = Iterable[tuple[str, Tensor]]
 # What loading or processing may raise on weights that it cannot take.
 _LOADER_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
@@ -25,13 +26,16 @@ _LEAST_ADDRESS = 1 << 32
 
 
 class _Part(NamedTuple):
-    """A tensor that a reload writes, of a module."""
+    """A tensor that a reload writes, of a module: the memory of `parameter` now, if it is one."""
 
     module: torch.nn.Module
     tensor: Tensor
+    parameter: torch.nn.Parameter | None = None
 
     def fill(self, data: Tensor) -> None:
-        """Write bytes uint8[n] into it."""
+        """Write bytes uint8[n] into it; if a loader has put other memory in its place, put it back."""
+        if self.parameter is not None and not self.parameter.is_meta:
+            self.parameter.data = self.tensor
         bits = as_bits(self.tensor)
         bits.copy_(data.view(bits.dtype).reshape(bits.shape))
 
@@ -66,7 +70,8 @@ class Reload:
         self._model = model
         self._config = vllm_config
         self._processed = [record.get(module, Processed(module, own=True)) for module in processed]
-        self._plain = tuple(plain)
+        loaded = processing.loaded(model)
+        self._plain = tuple(loaded.get(module, Processed(module, own=True)) for module in plain)
         self._names = {module: name for name, module in model.named_modules()}
         # Found out by `prove`. Modules whose loaders vLLM's reload does not see: all their memory is allocated at once.
         self._unseen: set[torch.nn.Module] = set()
@@ -74,6 +79,8 @@ class Reload:
         self._fixed: set[torch.nn.Module] = set()
         # How many elements are loaded into a module that is whole, where these are not all that it has (padding).
         self._whole: dict[torch.nn.Module, int] = {}
+        # How many elements of each tensor a reload writes.
+        self._written: dict[str, int] = {}
         self._check_no_addresses()
 
     def _check_no_addresses(self) -> None:
@@ -111,6 +118,19 @@ class Reload:
         """
         self._run(weights, first=False)
 
+    def run_all(self, weights: Weights) -> None:
+        """`run` the same tensors as when it was proved; raises PlacementError if not as many elements are written.
+
+        So it is with a loader that loads only once, or only so many times.
+        """
+        written = self._run(weights, first=False)
+        for name, elements in self._written.items():
+            if written.get(name, 0) != elements:
+                raise PlacementError(
+                    f"{name}: expected vLLM to write {elements} elements, as when it was proved that it loads again "
+                    f"faithfully, but it wrote {written.get(name, 0)}"
+                )
+
     def digest(self) -> bytes:
         """blake3 of names, dtypes, shapes and bytes of all tensors that `run` writes."""
         total = blake3()
@@ -128,12 +148,12 @@ class Reload:
         """
         parts = self._parts()
         kept = {name: _bytes(part.tensor) for name, part in parts.items()}
-        saved = [_Saved(known.module) for known in self._processed]
+        saved = [_Saved(known.module) for known in (*self._plain, *self._processed)]
         try:
             for byte in _PATTERNS:
                 _check_none(self._try_ways(weights, parts, kept, byte))
             if not all(known.own for known in self._processed):
-                self.run(())
+                self._run((), first=False)
                 _check_none(self._wrong(parts, kept))
         except _LOADER_ERRORS as error:
             _put_back(saved, parts, kept)
@@ -175,7 +195,7 @@ class Reload:
             if part.module not in self._fixed:
                 _fill(part.tensor, byte)
         with _Allocations(byte):
-            self._run(weights(), first=True)
+            self._written = self._run(weights(), first=True)
         return self._wrong(parts, kept)
 
     def _wrong(self, parts: dict[str, _Part], kept: dict[str, Tensor]) -> list[str]:
@@ -183,12 +203,14 @@ class Reload:
         moved = [name for name in {**now, **parts} if not _is_same(now.get(name), parts.get(name))]
         return moved or [name for name, data in kept.items() if not torch.equal(_bytes(now[name].tensor), data)]
 
-    def _run(self, weights: Weights, first: bool) -> None:
+    def _run(self, weights: Weights, first: bool) -> dict[str, int]:
+        """Reload; returns how many elements of each tensor that stays in its place were written."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 
         modules = [known.module for known in self._processed]
         saved = [_Saved(module) for module in modules]
+        plain = [_Saved(known.module) for known in self._plain]
         container = _Only(modules)
         begun: set[tuple[int, torch.nn.Module]] = set()
 
@@ -197,12 +219,13 @@ class Reload:
             return run()
 
         interception = Interception(modules, around)
+        names = {storage_of(part.tensor): name for name, part in self._parts().items()}
         try:
-            with self._surroundings():
+            with self._surroundings(), _Writes(names) as writes:
                 initialize_layerwise_reload(container)
-                with _Writes(self._allocate_unseen()) as writes:
+                with _Writes(self._allocate_unseen()) as loads:
                     self._model.load_weights(weights)
-                loaded = self._check_whole(writes.elements, first)
+                loaded = self._check_whole(loads.elements, first)
                 for module in loaded & self._unseen:
                     _layerwise_process(module, get_layerwise_info(module))
                 finalize_layerwise_reload(container, self._config.model_config)
@@ -210,13 +233,15 @@ class Reload:
                 for known, one in zip(self._processed, saved, strict=True):
                     one.keep(self._names[known.module], known.made)
         except BaseException:
-            for one in saved:
+            for one in (*saved, *plain):
                 one.restore()
             raise
         finally:
             interception.remove()
             for module in modules:
                 _forget(module)
+        elements: dict[str, int] = writes.elements
+        return elements
 
     def _rewind(self, module: torch.nn.Module, call: CallId, begun: set[tuple[int, torch.nn.Module]]) -> None:
         """Let a processing call begin with the attributes that it began with when the model was loaded."""
@@ -278,7 +303,7 @@ class Reload:
 
     def _parts(self) -> dict[str, _Part]:
         """Each tensor that `run` writes, once, in a fixed order; not what is memory of other modules' weights."""
-        ours = {*self._plain, *(known.module for known in self._processed)}
+        ours = {known.module for known in (*self._plain, *self._processed)}
         others = {storage_of(p) for m in self._model.modules() if m not in ours for p in m._parameters.values()} - {0}
         found: dict[str, _Part] = {}
         seen = set()
@@ -291,9 +316,9 @@ class Reload:
         return found
 
     def _named(self) -> Iterator[tuple[str, _Part]]:
-        for known in (*(Processed(module, own=True) for module in self._plain), *self._processed):
+        for known in (*self._plain, *self._processed):
             module, leaves = known.module, Attributes.of(known.module).leaves if known.made else {}
-            parts = {name: _Part(module, p) for name, p in module.named_parameters(recurse=False)}
+            parts = {name: _Part(module, p.data, p) for name, p in module.named_parameters(recurse=False)}
             for name, buffer in module.named_buffers(recurse=False):
                 if name in known.buffers:
                     parts[name] = _Part(module, buffer)
@@ -382,19 +407,22 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that are written to each module's storages."""
+class _Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
+    """Counts the elements that are written to storages, which have keys."""
 
-    def __init__(self, storages: dict[int, torch.nn.Module]) -> None:
+    def __init__(self, storages: dict[int, Key]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.elements: dict[torch.nn.Module, int] = {}
+        self.elements: dict[Key, int] = {}
         self._storages = storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            module = self._storages.get(storage_of(value))
-            if module is not None and argument.alias_info is not None and argument.alias_info.is_write:
-                self.elements[module] = self.elements.get(module, 0) + value.numel()
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                key = self._storages.get(storage_of(tensor))
+                if key is not None:
+                    self.elements[key] = self.elements.get(key, 0) + tensor.numel()
         return func(*args, **(kwargs or {}))
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from sparrowrl.delta.layout import Layout
 from sparrowrl.errors import PlacementError
 from sparrowrl.kernels.bits import INT_OF_WIDTH
+from sparrowrl.vllm_worker_ext.attributes import Attributes
 from sparrowrl.vllm_worker_ext.piece import Piece
 
 # What a loader may raise on a name or shape that it does not know.
@@ -42,7 +43,8 @@ class Trace:
     `pieces[n]` are plain copies of tensor n; `padding` are constant fills of what holds that constant already.
     `writers[s]` are the tensors of which something goes into storage s in whatever way; `into[m]`, those that go into
     module m, whose parameters were on the meta device. `irregular` says of a storage, or of a module, what is done
-    there that is no plain copy. `failure` is set if the loader needs data: then nothing is known of any tensor.
+    there that is no plain copy. `used` are the tensors that the loader reads at all, be it in part. `failure` is set if
+    the loader needs data: then nothing is known of any tensor.
     """
 
     layout: Layout
@@ -52,11 +54,12 @@ class Trace:
     writers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     into: dict[nn.Module, set[int]] = field(default_factory=lambda: defaultdict(set))
     irregular: dict[int | nn.Module, str] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
     failure: list[str] = field(default_factory=list)
 
 
 class Storages:
-    """The memory of a model's parameters and buffers: each storage once, however many tensors share it."""
+    """The memory of a model's parameters, buffers and other tensors: each storage once, however many share it."""
 
     def __init__(self, model: Model) -> None:
         self.names: list[list[str]] = []  # of the parameters in each storage
@@ -69,6 +72,11 @@ class Storages:
             for name, tensor in {**module._buffers, **module._parameters}.items():
                 if tensor is not None:
                     self._add(module, f"{prefix}.{name}".lstrip("."), tensor)
+        known = set(self._number)
+        for module in model.modules():
+            for path, leaf in Attributes.of(module).leaves.items():
+                if leaf.tensor.untyped_storage().data_ptr() not in known:
+                    self._add(module, path, leaf.tensor)
 
     def _add(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         if tensor.is_meta:
@@ -130,7 +138,8 @@ class _Kept:
 
     def __init__(self, model: Model) -> None:
         self._modules = [
-            (module, dict(module._parameters), dict(module._buffers), _attributes(module)) for module in model.modules()
+            (module, dict(module._parameters), dict(module._buffers), Attributes.of(module))
+            for module in model.modules()
         ]
         self._data = {
             id(p): (p, p.data) for _, parameters, _, _ in self._modules for p in parameters.values() if p is not None
@@ -139,22 +148,24 @@ class _Kept:
     def put_back(self, trace: Trace, watch: _Watch) -> None:
         """Undo replacements, noting each as irregular."""
         for module, parameters, buffers, attributes in self._modules:
-            new = {**module._parameters, **module._buffers, **_attributes(module)}
-            old = {**parameters, **buffers, **attributes}
+            new = {**module._parameters, **module._buffers, **_tensors(Attributes.of(module))}
+            old = {**parameters, **buffers, **_tensors(attributes)}
             for name in [name for name, tensor in new.items() if tensor is not old.get(name)]:
                 trace.irregular[module] = f"its loader makes a new {name}"
-                trace.into[module] |= watch.sources(new[name])
-                if name not in old:
-                    delattr(module, name)
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-            module.__dict__.update(attributes)
+                trace.into[module] |= (sources := watch.sources(new[name]))
+                trace.used.update(sources)
+            for now, then in ((module._parameters, parameters), (module._buffers, buffers)):
+                now.clear()
+                now.update(then)  # type: ignore[arg-type]
+        for _, _, _, attributes in self._modules:
+            attributes.put_back()
         for parameter, data in self._data.values():
             if parameter.data.untyped_storage()._cdata != data.untyped_storage()._cdata:
                 number = trace.storages.find(data)
                 if number is not None:
                     trace.irregular[number] = "its loader puts other memory in the place of the parameter's"
-                    trace.writers[number] |= watch.sources(parameter.data)
+                    trace.writers[number] |= (sources := watch.sources(parameter.data))
+                    trace.used.update(sources)
                 parameter.data = data
 
 
@@ -187,12 +198,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        target = next((value for argument, value in _arguments(func, args, kwargs) if _writes(argument, value)), None)
-        if target is not None:
-            return self._write(func, target, args, kwargs)
+        written = [value for argument, value in _arguments(func, args, kwargs) if _writes(argument)]
+        targets = [value for value in tree_leaves(written) if isinstance(value, Tensor)]
+        if len(targets) == 1:
+            return self._write(func, targets[0], args, kwargs)
+        if targets:
+            return self._write_many(func, targets, args, kwargs)
         result = func(*args, **kwargs)
         self._note_reads(func, result, args, kwargs)
-        self._mark(result, self.sources(args, kwargs))
+        sources = self.sources(args, kwargs)
+        if all(returned.alias_info is None for returned in func._schema.returns):  # else it is a view
+            self._trace.used.update(sources)
+        self._mark(result, sources)
         return result
 
     def _mark(self, result: Any, sources: set[int]) -> None:
@@ -214,6 +231,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, target: Tensor, args: Any, kwargs: Any) -> Any:
         sources = self.sources(args, kwargs)
+        self._trace.used.update(sources)
         live = self._storages.find(target)
         if live is not None:
             self._trace.writers[live] |= sources or ({self.current} if self.current is not None else set())
@@ -228,6 +246,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mark(target, sources)
         data_less = any(isinstance(v, Tensor) and v.is_meta for v in tree_leaves((args, kwargs)))
         return target if data_less and not target.is_meta else func(*args, **kwargs)
+
+    def _write_many(self, func: Any, targets: list[Tensor], args: Any, kwargs: Any) -> Any:
+        sources = self.sources(args, kwargs)
+        self._trace.used.update(sources)
+        lives = {self._storages.find(target) for target in targets} - {None}
+        for live in lives:
+            assert live is not None
+            self._trace.writers[live] |= sources
+            self._trace.irregular[live] = f"its loader does {func}"
+        for target in targets:
+            if target.is_meta and (module := self._storages.meta.get(target.untyped_storage()._cdata)) is not None:
+                self._trace.into[module] |= sources
+        self._mark(targets, sources)
+        data_less = any(isinstance(v, Tensor) and v.is_meta for v in tree_leaves((args, kwargs)))
+        return None if lives or data_less else func(*args, **kwargs)
 
     def _place(self, func: Any, live: int, target: Tensor, args: Any) -> str:
         """Note a plain copy or padding; otherwise says what it is."""
@@ -277,8 +310,8 @@ def flat(tensor: Tensor) -> Tensor:
     return bits.set_(storage, 0, (storage.nbytes() // width,), (1,))
 
 
-def _attributes(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, Tensor)}
+def _tensors(attributes: Attributes) -> dict[str, Tensor]:
+    return {path: leaf.tensor for path, leaf in attributes.leaves.items()}
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -288,5 +321,5 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
             yield argument, kwargs[argument.name]
 
 
-def _writes(argument: Any, value: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

@@ -179,6 +179,39 @@ def test_mirrors_hold_opaque_tensors_in_their_own_shape() -> None:
     assert placement.live[placement.pieces[0][0].live][4] == 0x3F80
 
 
+def test_tensors_that_are_no_parameters_are_watched_and_left_as_they_are() -> None:
+    """Plain attributes, also within dictionaries, written in place or made anew."""
+
+    def load(p: Parameters, name: str, tensor: Tensor) -> None:
+        plain(p, name, tensor)
+        if name == "a":
+            model.a.copied.copy_(tensor)
+            model.a.made["cache"] = tensor.float()
+        else:
+            torch._foreach_mul_([model.b.scaled, model.b.w.data], 2)
+            model.b.scaled.copy_(tensor * 2)
+
+    model = Model(load)
+    model.a.copied, model.a.made = torch.ones(4, 3).bfloat16(), {"other": torch.ones(1)}
+    model.b.scaled = torch.ones(5).bfloat16()
+    assert opaque(model, layout(**BOTH)) == {"a", "b"}
+    assert torch.equal(model.a.copied, torch.ones(4, 3)) and model.a.made == {"other": torch.ones(1)}
+    assert torch.equal(model.b.scaled, torch.ones(5))
+
+
+def test_a_tensor_that_the_loader_does_not_read_is_held_by_nobody() -> None:
+    """Even where something irregular is done when it comes."""
+
+    def load(p: Parameters, name: str, tensor: Tensor) -> None:
+        if name == "unknown":
+            p["b.w"].data.mul_(2)
+        else:
+            plain(p, name, tensor)
+
+    placement = learn(Model(load), layout(**BOTH, unknown=(3,)))
+    assert placement.opaque == {1} and placement.pieces[2] == ()
+
+
 REFUSED: dict[str, tuple[str, Load, dict[str, tuple[int, ...]]]] = {
     "unknown": ("c: .* KeyError", plain, {"c": (2,)}),
     "wrong shape": (r"a: expected a region of shape \(4, 3\)", plain, {"a": (4, 3, 2)}),
@@ -189,6 +222,13 @@ REFUSED: dict[str, tuple[str, Load, dict[str, tuple[int, ...]]]] = {
         {"a": (4, 3), "c": (4, 3)},
     ),
 }
+
+
+def test_one_place_for_two_in_a_buffer_is_refused() -> None:
+    model = Model(lambda p, n, t: (model.a.table if n in "st" else p[f"{n}.w"].data).copy_(t))
+    model.a.register_buffer("table", torch.zeros(2).bfloat16())
+    with pytest.raises(PlacementError, match="s: expected one checkpoint weight in each"):
+        learn(model, layout(**BOTH, s=(2,), t=(2,)))
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -210,7 +250,7 @@ def test_memory_that_is_shared_makes_an_alias() -> None:
             self.head = self.a
 
     placement = learn(Tied(), layout(**{"a": (4, 3), "b": (5,), "head.w": (4, 3)}))
-    assert placement.aliases == {2} and placement.pieces[2] == placement.pieces[0] and len(placement.live) == 2
+    assert placement.aliases == {2: 0} and placement.pieces[2] == placement.pieces[0] and len(placement.live) == 2
 
 
 def test_a_buffer_may_alias_a_parameter_and_may_be_loaded() -> None:
