@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Change:
 
     `where` are their runtime positions (a slice, or int64[n]) and `indices` their flat checkpoint indices (the first
     one, if `where` is a slice). Either `steps` intw[n] are added to what is there, or `bits` intw[n] replace it. A
-    change of an `alias` is written by the tensor that owns the memory; here it is only proved.
+    change of an `alias` is what its memory's owner, which writes it, does to it.
     """
 
     tensor: int
@@ -33,7 +33,7 @@ class Change:
     indices: int | Tensor
     steps: Tensor | None
     bits: Tensor | None
-    alias: bool
+    alias: bool = False
 
     @property
     def count(self) -> int:
@@ -48,7 +48,7 @@ class Write:
     """Changes of one live storage that are written, proved and undone as one, whatever tensors they belong to.
 
     `before` and `after` are the sums over its weights, as a fingerprint of seed 0 by runtime position makes them, that
-    must be read back when it is undone, or done. A write of an `alias` is done by another; it is only proved.
+    must be read back when it is undone, or done.
     """
 
     tensors: frozenset[int]
@@ -56,7 +56,6 @@ class Write:
     where: slice | Tensor
     steps: Tensor | None
     bits: Tensor | None
-    alias: bool
     before: int
     after: int
 
@@ -96,29 +95,37 @@ class Write:
 
 
 def changes_of(block: Block, placement: Placement) -> Iterator[Change]:
-    """What the block changes here: one change for each piece of its tensor that it meets."""
+    """What the block changes here: one change for each piece of its tensor that it meets, and those of aliases.
+
+    A block of an alias changes nothing: what comes of it is decided by the block of its owner.
+    """
+    if block.tensor in placement.aliases:
+        return
+    aliases = [alias for alias, owner in placement.aliases.items() if owner == block.tensor]
     for piece in placement.pieces[block.tensor]:
-        change = _of_piece(block, piece, block.tensor in placement.aliases, placement.live[piece.live].device)
+        change = _of_piece(block, piece, placement.live[piece.live].device)
         if change.count:
             yield change
+            for alias in aliases:
+                yield replace(change, tensor=alias, alias=True)
 
 
-def _of_piece(block: Block, piece: Piece, alias: bool, device: torch.device) -> Change:
+def _of_piece(block: Block, piece: Piece, device: torch.device) -> Change:
     if isinstance(block, SparseBlock):
         indices = block.box.flat(block.positions)
         chosen, where = piece.locate(indices)
         steps = block.steps[chosen].to(device)
-        return Change(block.tensor, piece.live, where.to(device), indices[chosen].to(device), steps, None, alias)
+        return Change(block.tensor, piece.live, where.to(device), indices[chosen].to(device), steps, None)
     if piece.contiguous and block.box.contiguous:
         first = max(piece.source, block.box.start)
         last = max(min(piece.source + piece.elements, block.box.end), first)
         target = piece.target + first - piece.source
         bits = block.bits[first - block.box.start : last - block.box.start].to(device)
-        return Change(block.tensor, piece.live, slice(target, target + last - first), first, None, bits, alias)
+        return Change(block.tensor, piece.live, slice(target, target + last - first), first, None, bits)
     indices = block.box.flat(torch.arange(block.count, device=block.bits.device))
     chosen, where = piece.locate(indices)
     bits = block.bits[chosen].to(device)
-    return Change(block.tensor, piece.live, where.to(device), indices[chosen].to(device), None, bits, alias)
+    return Change(block.tensor, piece.live, where.to(device), indices[chosen].to(device), None, bits)
 
 
 def parts(changes: list[Change], placement: Placement) -> tuple[dict[int, int], dict[int, int]]:
@@ -161,24 +168,24 @@ def _joined(some: list[Change]) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def as_writes(changes: Iterable[Change], live: tuple[Tensor, ...]) -> list[Write]:
-    """The same changes, those of scattered positions joined by storage; those of aliases last."""
-    joined: dict[tuple[bool, int, bool], list[Change]] = {}
+    """The same changes, those of scattered positions joined by storage."""
+    joined: dict[tuple[int, bool], list[Change]] = {}
     writes: list[Write] = []
-    for change in changes:
+    for change in (change for change in changes if not change.alias):
         if isinstance(change.where, slice):
             writes.append(_write([change], change.where, None, change.bits, live[change.live]))
         else:
-            joined.setdefault((change.alias, change.live, change.steps is None), []).append(change)
-    for (_, number, _), some in joined.items():
+            joined.setdefault((change.live, change.steps is None), []).append(change)
+    for (number, _), some in joined.items():
         writes.append(_write(some, *_joined(some), live[number]))
-    return sorted(writes, key=lambda write: write.alias)
+    return writes
 
 
 def _write(some: list[Change], where: slice | Tensor, steps: Tensor | None, bits: Tensor | None, live: Tensor) -> Write:
     new = _new(live, where, steps, bits)
     before, after = _sum(live[where], where, here=True), _sum(new, where, here=True)
     tensors = frozenset(change.tensor for change in some)
-    return Write(tensors, some[0].live, where, steps, bits, some[0].alias, before, after)
+    return Write(tensors, some[0].live, where, steps, bits, before, after)
 
 
 def _new(live: Tensor, where: slice | Tensor, steps: Tensor | None, bits: Tensor | None) -> Tensor:

@@ -341,9 +341,8 @@ class Receiver:
         layout, live = self._attachment.placement.layout, self._attachment.placement.live
         done: list[tuple[Write, Tensor | None]] = []
         try:
-            for write in staged.writes:  # aliases last: their owners are written then
-                if not write.alias:
-                    done.append((write, write.do(live[write.live])))
+            for write in staged.writes:
+                done.append((write, write.do(live[write.live])))
                 write.check(
                     live[write.live], write.after, layout
                 )  # at once, while the caches still have what was written
@@ -377,8 +376,7 @@ class Receiver:
         self._held = Held(exact=False)
         try:
             for write in staged.writes:
-                if not write.alias:
-                    write.do(live[write.live])
+                write.do(live[write.live])
             self._attachment.carry()
         finally:
             self._attachment.placement.mark_written()

@@ -116,13 +116,13 @@ class Staged:
         totals = census.totals(parts).tolist()
         table = list(held.fingerprints) or [0] * len(layout)
         for tensor in manifest.tensors:
-            n = tensor.number
-            if totals[n] != tensor.fingerprint and n not in census.unused:
+            table[tensor.number] = tensor.fingerprint
+        for n, (total, expected) in enumerate(zip(totals, table, strict=True)):
+            if total != expected and n not in census.unused:
                 raise FingerprintMismatch(
-                    f"{layout.tensors[n].name}: expected fingerprint {tensor.fingerprint:#x} at version "
-                    f"{manifest.target}, staged {totals[n]:#x}; nothing was written"
+                    f"{layout.tensors[n].name}: expected fingerprint {expected:#x} at version {manifest.target}, "
+                    f"staged {total:#x}; nothing was written"
                 )
-            table[n] = tensor.fingerprint
         if state_id(layout, table) != manifest.target_state:
             raise FingerprintMismatch(f"{self.artifact.key}: its fingerprints do not give its target state")
         self.fingerprints, self.complete = tuple(table), True
