@@ -82,6 +82,7 @@ class Receiver:
 
         Weights that are not version 0 are no failure of the call: the condition is then "unknown", until an anchor.
         """
+        self.close()  # not with the lock held, for which the thread may be waiting
         return self._answer(call_id, lambda: self._attach(node_dir, token_file))
 
     def activate(self, call_id: int, key: str) -> Reply:
@@ -156,7 +157,6 @@ class Receiver:
                 raise StateError(f"expected all ranks to succeed, but {problem}")
 
     def _attach(self, node_dir: str, token_file: str) -> str:
-        self.close()
         self._stop = threading.Event()
         self._staged = self._active = self._refused = self._error = None
         self._attachment, self._held = None, Held(exact=False)

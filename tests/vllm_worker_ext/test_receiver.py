@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from sparrowrl.delta.box import Box
 from sparrowrl.delta.manifest import Manifest
 from sparrowrl.delta.segment import SegmentPacker
 from sparrowrl.transport.node import NextArtifact
+from sparrowrl.vllm_worker_ext.receiver import Receiver
 
 pytestmark = pytest.mark.vllm
 Start = Callable[..., Any]
@@ -335,3 +338,18 @@ def test_an_engine_that_is_not_ours_still_packs_its_weights(
 ) -> None:
     llm = engine(checkpoint("qwen3")[0])
     assert worker_of(llm).get_model().model.layers[0].mlp.down_proj.weight.numel() == 0
+
+
+def test_an_attach_waits_for_a_stager_that_is_about_to_take_the_lock(tmp_path: Path) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, world_size=1))
+    receiver = Receiver(torch.nn.Linear(1, 1), config)  # type: ignore[arg-type]
+
+    def stager() -> None:
+        receiver._stop.wait(60)
+        with receiver._lock:
+            pass
+
+    receiver._thread = thread = threading.Thread(target=stager)
+    thread.start()
+    reply = receiver.attach(1, str(tmp_path / "nowhere"), str(tmp_path / "token.json"))
+    assert not reply["ok"] and not thread.is_alive()
