@@ -68,7 +68,7 @@ class Trainer:
         weights: Tensors,
         anchor_every: int = 0,
         credentials: Credentials | None = None,
-        wire_dtype: torch.dtype = torch.bfloat16,
+        wire_dtype: torch.dtype | None = torch.bfloat16,
     ) -> Trainer:
         credentials = credentials or Credentials.new(RUN)
         root.mkdir(exist_ok=True)
@@ -130,11 +130,16 @@ def forked_workers() -> Iterator[None]:
     On the CPU it would spawn them, and each would import everything anew. The workers have the environment of the first
     engine that was started like this, and the engine's core stays in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0).
     """
+    import zmq
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"])
-    with mock.patch.object(multiproc_executor, "get_mp_context", lambda: context):
+    workers = mock.patch.object(multiproc_executor, "get_mp_context", lambda: context)
+    # vLLM 0.29 leaves sockets open. A context of their own that is collected before them waits for them forever.
+    sockets = mock.patch.object(shm_broadcast, "Context", zmq.Context.instance)
+    with workers, sockets:
         yield
 
 

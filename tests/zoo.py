@@ -39,7 +39,7 @@ class Family:
     arguments: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
     rewrite: Callable[[Tensors], Tensors] | None = None  # of the tensors that transformers would save
     dtype: torch.dtype = torch.bfloat16  # of the checkpoint, and so of the trainer
-    wire_dtype: torch.dtype = torch.bfloat16  # what the trainer publishes
+    wire_dtype: torch.dtype | None = torch.bfloat16  # of the publisher
     unused: str = ""  # for SPARROWRL_UNUSED
     quantisation: dict[str, Any] | None = None  # of the checkpoint: `quantization_config` of its config.json
 
@@ -52,6 +52,11 @@ class Family:
 def _head_beside_its_embedding(tensors: Tensors) -> Tensors:
     """The output head in the checkpoint as well, with the bits of the embedding."""
     return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def _float32_bias(tensors: Tensors) -> Tensors:
+    """The one tensor that DeepSeek's own checkpoints have in float32; not every transformers saves it so."""
+    return {name: t.float() if name.endswith(".e_score_correction_bias") else t for name, t in tensors.items()}
 
 
 def _frequencies(tensors: Tensors) -> Tensors:
@@ -200,6 +205,8 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV3Config",
         {**_MLA, "q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         _MLA_ARGUMENTS,
+        rewrite=_float32_bias,
+        wire_dtype=None,
     ),
     "mamba2": Family(
         "Mamba2Config",
