@@ -276,9 +276,10 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# vLLM 0.24's CPU build has no MLA and no state-space kernels; its loaders drop stacked experts, or fail at gpt-oss.
+# vLLM 0.24 has no hook for llama-head; its CPU build has no MLA and no state-space kernels; its loaders drop stacked
+# experts, or fail at gpt-oss.
 SINCE_029 = {
-    *("qwen3-moe-stacked", "gpt-oss", "deepseek-v2", "deepseek-v3"),
+    *("llama-head", "qwen3-moe-stacked", "gpt-oss", "deepseek-v2", "deepseek-v3"),
     *("mamba2", "lfm2", "falcon-h1", "qwen3-next", "granite-moe-hybrid"),
 }
 
