@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
@@ -230,7 +231,10 @@ class NodeDirectory:
 
     def remove(self) -> None:
         """Delete the directory with all it holds; doing it twice is fine."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        removed = self.root.with_name(f".{self.root.name}")  # first, for others may be writing into it still
+        with suppress(OSError):
+            self.root.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -259,6 +263,8 @@ def remove_stale(parent: Path = PARENT) -> list[Path]:
     """Delete this user's node directories whose owner is gone; returns their paths."""
     removed = []
     for root in parent.iterdir():
+        if root.name.startswith(".") and _NAME.fullmatch(root.name[1:]):
+            shutil.rmtree(root, ignore_errors=True)  # somebody was killed while removing it
         if not _NAME.fullmatch(root.name):
             continue
         try:

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ from sparrowrl.transport.node import (
 
 _OWN_A_DIRECTORY = """
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from sparrowrl.transport.node import NodeDirectory
 print(NodeDirectory.create("engine", Path(sys.argv[1])).root, flush=True)
@@ -153,3 +157,26 @@ def test_keys_that_a_newer_writer_adds_are_left_out(node: NodeDirectory) -> None
 def test_a_key_cannot_leave_the_directory(node: NodeDirectory, key: str) -> None:
     with pytest.raises(CorruptData, match="key"):
         node.key_path(key)
+
+
+def test_a_directory_that_others_still_write_into_is_gone_when_it_is_removed(tmp_path: Path) -> None:
+    node = NodeDirectory.create("written", tmp_path)
+    writes, stop = 0, threading.Event()
+
+    def write() -> None:
+        nonlocal writes
+        while not stop.is_set():
+            with suppress(OSError):
+                node.next.write(None)
+                writes += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    wait_for(lambda: writes > 10, 10, "some writes")
+    node.remove()
+    assert list(tmp_path.iterdir()) == []
+    stop.set()
+    writer.join(10)
+    (tmp_path / f".{node.root.name}").mkdir()  # as if the remover had been killed half-way
+    remove_stale(tmp_path)
+    assert list(tmp_path.iterdir()) == []
