@@ -342,6 +342,7 @@ def save_eagle(folder: Path, target: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
 def test_speculative_decoding(site: Start, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
     if not facts().speculates:
