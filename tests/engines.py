@@ -123,6 +123,17 @@ class Fetched:
         return key
 
 
+_contexts: list[Any] = []
+
+
+def _lasting_context() -> Any:
+    """A ZeroMQ context that is not collected: together with sockets that vLLM 0.29 leaves open, it may wait forever."""
+    import zmq
+
+    _contexts.append(zmq.Context())
+    return _contexts[-1]
+
+
 @contextmanager
 def forked_workers() -> Iterator[None]:
     """Engines of several ranks start in seconds: vLLM forks their workers off one process that has imported it already.
@@ -130,16 +141,13 @@ def forked_workers() -> Iterator[None]:
     On the CPU it would spawn them, and each would import everything anew. The workers have the environment of the first
     engine that was started like this, and the engine's core stays in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0).
     """
-    import zmq
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"])
     workers = mock.patch.object(multiproc_executor, "get_mp_context", lambda: context)
-    # vLLM 0.29 leaves sockets open. A context of their own that is collected before them waits for them forever.
-    sockets = mock.patch.object(shm_broadcast, "Context", zmq.Context.instance)
-    with workers, sockets:
+    with workers, mock.patch.object(shm_broadcast, "Context", _lasting_context):
         yield
 
 
