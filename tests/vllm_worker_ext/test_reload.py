@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engines import EXTENSION, PROMPTS, generate, worker_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from zoo import FAMILIES, Tensors, make_model, save_checkpoint
 
 from helpers import skip_before
@@ -291,46 +290,8 @@ def test_checkpoint_weights(serve: Callable[..., Served], tmp_path: Path) -> Non
     assert list(serve("qwen3-moe", load_format="dummy").own_weights()) == []
 
 
-def quantised_checkpoint(folder: Path, bits: int) -> None:
-    """A checkpoint of compressed-tensors: weights of 8 bits, or of 4 bits eight to a word in groups of 32."""
-    make_model(folder, "qwen3")
-    weights: Tensors = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            weights[name] = tensor
-            continue
-        rows, columns = tensor.shape
-        groups = tensor.float().view(rows, 1 if bits == 8 else columns // 32, -1)
-        scale = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-        whole = (groups / scale).round()
-        if bits == 8:
-            weights[name] = whole.view(rows, columns).to(torch.int8)
-        else:
-            nibbles = (whole + 8).view(rows, columns // 8, 8).to(torch.int64) << torch.arange(0, 32, 4)
-            weights[name + "_packed"] = nibbles.sum(-1).to(torch.int32)
-            weights[name + "_shape"] = torch.tensor([rows, columns])
-        weights[name + "_scale"] = scale.view(rows, -1).bfloat16()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    strategy = {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": 32}
-    group: dict[str, Any] = {
-        "targets": ["Linear"],
-        "weights": {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **strategy},
-    }
-    if bits == 8:
-        group["input_activations"] = {**group["weights"], "strategy": "token", "dynamic": True}
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized" if bits == 8 else "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_a_checkpoint_of_four_bits(serve: Callable[..., Served], tmp_path: Path) -> None:
-    quantised_checkpoint(tmp_path / "w4", 4)
+    make_model(tmp_path / "w4", "qwen3-w4")
     served = serve("w4")
     before, answers = served.bits(), served.answers()
     served.reload.prove(served.own_weights)
@@ -339,6 +300,6 @@ def test_a_checkpoint_of_four_bits(serve: Callable[..., Served], tmp_path: Path)
 
 
 def test_weights_packed_out_of_reach_are_refused(serve: Callable[..., Served], tmp_path: Path) -> None:
-    quantised_checkpoint(tmp_path / "w8", 8)
+    make_model(tmp_path / "w8", "qwen3-w8")
     with pytest.raises(PlacementError, match=r"qkv_proj: expected weights in tensors.*handler_tensor"):
         serve("w8")
