@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from driven import Bench
 from engines import ENGINE_ARGS, ENVIRONMENT, EXTENSION, Tensors, make_model
 from followed import ENGINE_ID, Site, Start
@@ -49,6 +50,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     yield start
     while made:
         made.pop().llm_engine.engine_core.shutdown()
+    torch.set_default_dtype(torch.float32)  # which vLLM before 0.32 leaves changed if an engine fails to start
     _take_extensions_off()
     gc.collect()
 

@@ -148,7 +148,7 @@ def test_whatever_is_no_copy_makes_its_tensors_opaque(case: str) -> None:
 
 def test_another_dtype_is_opaque() -> None:
     model = Model(plain)
-    model.b = Half(torch.ones(5))
+    model.b = Half(torch.ones(5, dtype=torch.float32))
     assert opaque(model, layout(**BOTH)) == {"b"}
 
 
