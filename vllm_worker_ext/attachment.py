@@ -73,13 +73,15 @@ def learn(
     layout: Layout,
     ranks: Agreement,
     event: str,
+    within: str,
     unused: Sequence[str],
     distrusted: Iterable[int] = (),
 ) -> Attachment:
     """Find out where the tensors of `layout` live in this rank and the others. Writes nothing to the engine.
 
-    The `distrusted` tensors are taken for processed after loading, whatever was seen of it. All ranks must call this
-    together. Raises PlacementError, naming the tensor.
+    What the ranks share is called after `event`, in the course of what they decide as `within`. The `distrusted`
+    tensors are taken for processed after loading, whatever was seen of it. All ranks must call this together. Raises
+    PlacementError, naming the tensor.
     """
     own = [one.module for one in processed(model) if one.own]
     derived = [one.module for one in processed(model) if not one.own]
@@ -92,11 +94,11 @@ def learn(
     own_or_missed = [*own, *_missed(model, trace)]
     plan = make_plan(trace, own_or_missed)
     placement = place(trace, plan, derived)
-    census = take(layout, ranks.share(f"{event}-held", holdings(placement), event), unused)
+    census = take(layout, ranks.share(f"{event}-held", holdings(placement), within), unused)
     if census.partial:
         plan = make_plan(trace, own_or_missed, census.partial)
         placement = place(trace, plan, derived)
-        census = take(layout, ranks.share(f"{event}-held-again", holdings(placement), event), unused)
+        census = take(layout, ranks.share(f"{event}-held-again", holdings(placement), within), unused)
     again = [*own, *derived]
     plain = [module for module in plan.modules if module not in again]
     with without_lora(model):

@@ -204,10 +204,10 @@ class Receiver:
     ) -> tuple[Attachment, Parts, list[int]]:
         """What this rank holds, its parts of the fingerprints, and the tensors of which the ranks hold other bits."""
         unused = RankConfig.from_environment().unused
-        own = attaching.learn(self._model, self._vllm_config, layout, ranks, event, unused, distrusted)
+        within = event.removesuffix("-again")
+        own = attaching.learn(self._model, self._vllm_config, layout, ranks, event, within, unused, distrusted)
         attaching.fill_mirrors(own, self._vllm_config, self._model)
         parts = own.live_parts()
-        within = event.removesuffix("-again")
         everyone = ranks.share(f"{event}-parts", parts.tobytes(), within)
         return own, parts, own.census.wrong([np.frombuffer(data, dtype=np.uint64) for data in everyone], wanted)
 
@@ -339,21 +339,20 @@ class Receiver:
         """Write a delta, prove it from the bits read back, and see that all ranks have; else put everything back."""
         assert self._attachment is not None
         layout, live = self._attachment.placement.layout, self._attachment.placement.live
+        digest = self._attachment.digest
         done: list[tuple[Write, Tensor | None]] = []
         try:
             for write in staged.writes:
                 done.append((write, write.do(live[write.live])))
-                write.check(
-                    live[write.live], write.after, layout
-                )  # at once, while the caches still have what was written
+                write.check(live[write.live], write.after, layout)  # at once: it is in the caches still
             self._attachment.carry()
             self._attachment.placement.mark_written()
             self._agree(event)  # the last that can fail: after it the others keep what they have written
         except BaseException:
-            self._undo(staged, done)
+            self._undo(staged, done, digest)
             raise
 
-    def _undo(self, staged: Staged, done: list[tuple[Write, Tensor | None]]) -> None:
+    def _undo(self, staged: Staged, done: list[tuple[Write, Tensor | None]], digest: bytes | None) -> None:
         assert self._attachment is not None
         layout, live = self._attachment.placement.layout, self._attachment.placement.live
         try:
@@ -363,6 +362,8 @@ class Receiver:
                 write.check(live[write.live], write.before, layout)
             if done:
                 self._attachment.carry()
+                if self._attachment.digest != digest:
+                    raise FingerprintMismatch("opaque and derived weights: expected the bytes from before, got others")
         except BaseException as error:
             self._held = Held(exact=False)
             raise UnknownState(f"{staged.artifact.key}: failed, and so did putting it back ({error})") from error

@@ -264,7 +264,7 @@ class Engine:
     def __init__(self, model: Model, layout: Layout, weights: Weights, folder: Path) -> None:
         config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
         self.layout, self.model = layout, model
-        self.own = attachment.learn(model, config, layout, Agreement(folder, 0, 1, 1.0), "e", ())
+        self.own = attachment.learn(model, config, layout, Agreement(folder, 0, 1, 1.0), "e", "e", ())
         attachment.fill_mirrors(self.own, config, model)
         self.held = Held(True, 0, b"", self.fingerprints(weights), self.own.live_parts())
         wrong = self.own.census.wrong([self.held.parts], self.held.fingerprints)
