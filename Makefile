@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo test test-slow test-vllm029 test-vllm024 test-gpu matrix check bench clean
+.PHONY: install demo test test-slow test-frameworks test-vllm024 test-gpu matrix check bench clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -16,8 +16,8 @@ $(INSTALLED): pyproject.toml requirements/cpu.txt requirements/gpu.txt requireme
 	PYTHON="$(PYTHON)" bash requirements/install.sh $(VENV) $(if $(GPU),gpu.txt,cpu.txt)
 	touch $@
 
-.venv-vllm029/.installed: pyproject.toml requirements/cpu-vllm029.txt requirements/install.sh
-	PYTHON="$(PYTHON)" bash requirements/install.sh .venv-vllm029 cpu-vllm029.txt
+.venv-frameworks/.installed: pyproject.toml requirements/cpu-frameworks.txt requirements/install.sh
+	PYTHON="$(PYTHON)" bash requirements/install.sh .venv-frameworks cpu-frameworks.txt
 	touch $@
 
 .venv-vllm024/.installed: pyproject.toml requirements/cpu-vllm024.txt requirements/install.sh
@@ -34,18 +34,18 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
 
-# The engine side on the older vLLMs that are supported; without a GPU only.
-test-vllm029: .venv-vllm029/.installed
-	.venv-vllm029/bin/pytest tests/vllm_worker_ext -m "not slow and not gpu" $(ARGS)
+# verl's plugin, and the engine side on an older vLLM that verl works with; without a GPU only.
+test-frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/pytest tests/verl_plugin tests/vllm_worker_ext -m "not slow and not gpu" $(ARGS)
 
 # Not part of CI, for its size: 6 GB, since it may have to take torch's CUDA build.
 test-vllm024: .venv-vllm024/.installed
 	.venv-vllm024/bin/pytest tests/vllm_worker_ext -m "not slow and not gpu" $(ARGS)
 
 # An hour or two: every cell of docs/engines.md, which it writes anew.
-matrix: $(INSTALLED) .venv-vllm029/.installed
+matrix: $(INSTALLED) .venv-frameworks/.installed
 	RECORD_ENGINES=1 $(BIN)/pytest tests/vllm_worker_ext/test_matrix.py $(ARGS)
-	RECORD_ENGINES=1 .venv-vllm029/bin/pytest tests/vllm_worker_ext/test_matrix.py $(ARGS)
+	RECORD_ENGINES=1 .venv-frameworks/bin/pytest tests/vllm_worker_ext/test_matrix.py $(ARGS)
 	$(BIN)/python tests/engine_records.py
 
 test-gpu: $(INSTALLED)

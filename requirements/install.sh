@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a virtual environment: install.sh FOLDER REQUIREMENTS. Called by the Makefile.
-# REQUIREMENTS is cpu.txt, cpu-vllm029.txt, cpu-vllm024.txt (complete, nothing is resolved) or gpu.txt (resolved by pip).
+# REQUIREMENTS is cpu.txt, cpu-frameworks.txt, cpu-vllm024.txt (complete, nothing is resolved) or gpu.txt (resolved by pip).
 set -euo pipefail
 venv=$1 requirements=$2
 here=$(dirname "$0")

@@ -20,7 +20,9 @@
     │   ├── Unauthorized           a token that the hub refuses
     │   ├── RemoteRefused          the other side answered with an error of its own
     │   └── DeadlineExceeded       nothing came in time
-    └── EngineUnsupported      a vLLM version or feature that was not tested
+    ├── EngineUnsupported      a vLLM version or feature that was not tested
+    ├── FrameworkUnsupported   a version or setting of verl or OpenRLHF that this plugin does not work with
+    └── EngineDied             an engine's process that has ended, or does not answer any more
 
 Each message is one line that says what was expected, what came, and what to do.
 """
@@ -108,3 +110,11 @@ class DeadlineExceeded(TransportError):
 
 class EngineUnsupported(SparrowError):
     """A vLLM version or feature that was not tested."""
+
+
+class FrameworkUnsupported(SparrowError):
+    """A version or setting of verl or OpenRLHF that this plugin does not work with."""
+
+
+class EngineDied(SparrowError):
+    """An engine's process that has ended, or does not answer any more."""
