@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import json
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from sparrowrl.errors import (
     ConfigError,
@@ -93,3 +94,13 @@ def check_address(host: str, port: int, allow_remote: bool) -> None:
             f"host {host} is reached by others and this hub speaks plain HTTP; put a TLS proxy in front of 127.0.0.1, "
             "or say --allow-remote on a network you trust"
         )
+
+
+def is_address(url: str) -> bool:
+    """Whether a hub can have this address: http(s)://host[:port][/prefix]."""
+    try:
+        parts = urlsplit(url)
+        right = parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # of the port, or of an IPv6 address
+        return False
+    return right and parts.scheme in ("http", "https") and bool(parts.hostname)

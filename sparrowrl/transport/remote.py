@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
@@ -29,6 +28,7 @@ from sparrowrl.transport.http import (
     LONGEST_WAIT,
     SMALL_BODY,
     error_of,
+    is_address,
 )
 from sparrowrl.transport.records import from_json, parse_json
 
@@ -70,7 +70,7 @@ class HubClient:
         self, url: str, credentials: Credentials, *, connections: int = 4, deadlines: Deadlines | None = None
     ) -> None:
         """`url` is http(s)://host[:port][/prefix]. Raises ConfigError. Make it inside a running event loop."""
-        if not _is_address(url):
+        if not is_address(url):
             raise ConfigError(f"hub address: expected http://host:port or https://host, got {url!r}")
         self.url = url.rstrip("/")
         self.run = credentials.run
@@ -177,15 +177,6 @@ class HubClient:
         """Queue a request ("audit" or "export") for an engine; its id."""
         body = await self.request("POST", f"runs/{self.run}/engines/{engine}/requests", json={"kind": kind})
         return int(parse_json(body, "request")["id"])
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        right = parts.port != 0 and not parts.query and not parts.fragment
-    except ValueError:  # of the port, or of an IPv6 address
-        return False
-    return right and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def check_segment(segment: DraftSegment) -> None:
