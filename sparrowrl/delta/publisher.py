@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -27,56 +27,17 @@ from sparrowrl.delta.box import Box, first_overlap
 from sparrowrl.delta.keys import artifact_name
 from sparrowrl.delta.layout import DTYPE_NAMES, U64_MASK, state_id
 from sparrowrl.delta.manifest import Manifest, SegmentRef, TensorChange
+from sparrowrl.delta.published import Clock
+from sparrowrl.delta.published import Published as Published
 from sparrowrl.delta.ranks import Ranks, SingleProcess, together
 from sparrowrl.delta.segment import SegmentPacker
 from sparrowrl.delta.sink import Sink, SinkDraft
 from sparrowrl.delta.snapshot import NamedTensors, Snapshot
-from sparrowrl.errors import ConfigError, LayoutError, SparrowError
+from sparrowrl.errors import ConfigError, LayoutError, SparrowError, StateError
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What a publish did: over all ranks, but for the times, which are this rank's, in milliseconds.
-
-    `kind` is "delta", "anchor" or "origin"; `changed` of `elements` weights changed; `payload_bytes` are those of the
-    segments and the manifest; `put_ms` is the time spent handing segments to the sink.
-    """
-
-    version: int
-    kind: str
-    changed: int
-    elements: int
-    payload_bytes: int
-    diff_ms: float
-    encode_ms: float
-    put_ms: float
-    commit_ms: float
-
-    @property
-    def bits_per_changed(self) -> float:
-        """Bits of the whole artifact per changed weight; 0 if nothing changed."""
-        return 8 * self.payload_bytes / self.changed if self.changed else 0.0
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Milliseconds spent on each kind of work."""
-
-    diff_ms: float = 0.0
-    encode_ms: float = 0.0
-    put_ms: float = 0.0
-    commit_ms: float = 0.0
-
-    @contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        """Add the time inside to the field of that name."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, what, getattr(self, what) + (time.perf_counter() - begin) * 1e3)
+ANCHOR = artifact_name("anchor", None, "dense")
 
 
 class Publisher:
@@ -114,17 +75,28 @@ class Publisher:
         self._anchor_every = anchor_every
         self._ranks = SingleProcess() if ranks is None else ranks
         self._anchor_due = False
+        self._anchored: int | None = None
         # What the snapshot is and the journal has; the state is None while that is not sure.
         self._version: int = -1
         self._state: bytes | None = None
         self._unsettled = True
         self._table: list[int] = []
-        self._start(named_tensors)
+        self._last = self._start(named_tensors)
 
     @property
     def version(self) -> int:
         """The newest version that this publisher knows to be committed."""
         return self._version
+
+    @property
+    def anchored(self) -> int | None:
+        """The newest version of which this publisher has written an anchor."""
+        return self._anchored
+
+    @property
+    def last(self) -> Published:
+        """What was published last, an anchor beside a delta aside; from the start on."""
+        return self._last
 
     @torch.no_grad()
     def publish(self, named_tensors: NamedTensors) -> Published:
@@ -135,10 +107,34 @@ class Publisher:
         an anchor if need be.) Threads take turns. Raises LayoutError, JournalError, TransportError, and ConfigError in
         a forked process, which has neither the sink's lock nor its threads.
         """
+        with self._my_turn():
+            self._last = self._publish(named_tensors)
+            return self._last
+
+    @torch.no_grad()
+    def write_anchor(self) -> Published:
+        """Write the newest version whole, beside what it has, for engines that cannot come to it otherwise.
+
+        If it has an anchor already nothing is written, and nothing counted as changed. Raises as `publish` does, and
+        StateError if that has failed since and the newest version may not be this publisher's: publish first.
+        """
+        with self._my_turn():
+            if self._unsettled and self._newest() != (self._version, self._state):
+                raise StateError(
+                    f"run {self._sink.run}: expected version {self._version} to be the newest, but the last publish "
+                    "failed and it is not sure; publish again, then write the anchor"
+                )
+            if together(self._ranks, lambda: None, lambda _: self._sink.has(self._version, ANCHOR)):
+                log.info("run %s: version %d has an anchor already", self._sink.run, self._version)
+                return Published(self._version, "anchor", 0, self._elements, 0, *astuple(Clock()))
+            return self._anchor(self._version)
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
         if os.getpid() != self._process:
             raise ConfigError(f"this publisher is that of process {self._process}; a fork of it cannot publish")
         with self._turn:
-            return self._publish(named_tensors)
+            yield
 
     def _publish(self, named_tensors: NamedTensors) -> Published:
         if self._unsettled and self._newest() != (self._version, self._state):
@@ -164,12 +160,16 @@ class Publisher:
         if kind == "anchor":
             done = self._anchor(version)
         else:
-            done = Published(version, kind, 0, self._elements, 0, *astuple(_Clock()))
+            done = Published(version, kind, 0, self._elements, 0, *astuple(Clock()))
         self._version, self._state, self._unsettled = version, state, False
         return done
 
     def _take(self, named: NamedTensors) -> object:
-        self._snapshot = Snapshot(named, self._wire_dtype, self._ranks.rank)
+        try:
+            self._snapshot = Snapshot(named, self._wire_dtype, self._ranks.rank)
+        except Exception:
+            _finish(named)
+            raise
         self._elements = sum(spec.numel for spec in self._snapshot.layout.tensors)
         parts = self._snapshot.parts
         boxes = [(part.box.start, part.box.row_length, part.box.stride, part.box.rows) for part in parts]
@@ -219,13 +219,20 @@ class Publisher:
     # Artifacts
 
     def _delta(self, named: NamedTensors) -> Published:
-        target, name, clock = self._version + 1, artifact_name("delta", self._version, "fast"), _Clock()
+        target, name, clock = self._version + 1, artifact_name("delta", self._version, "fast"), Clock()
         rows: list[tuple[int, int, int]] = []
 
         def blocks() -> Iterator[Block]:
             for change in self._snapshot.changes(named):
                 rows.append((change.number, change.changed, (change.after - change.before) & U64_MASK))
                 yield change.block
+
+        def work() -> tuple[Any, ...]:
+            try:
+                return self._put_all(target, name, blocks(), clock), rows
+            except Exception:
+                _finish(named)
+                raise
 
         def conclude(reports: list[Any]) -> tuple[bytes, int, int]:
             table, changed = list(self._table), [0] * len(self._table)
@@ -235,9 +242,7 @@ class Publisher:
             return self._conclude("delta", target, table, changed, reports, clock)
 
         try:
-            state, changed, payload = self._write(
-                target, name, lambda: (self._put_all(target, name, blocks(), clock), rows), conclude
-            )
+            state, changed, payload = self._write(target, name, work, conclude)
         except BaseException:
             self._snapshot.stay()
             raise
@@ -250,14 +255,15 @@ class Publisher:
 
     def _anchor(self, target: int) -> Published:
         """Write the snapshot whole, as version `target`."""
-        name, clock = artifact_name("anchor", None, "dense"), _Clock()
+        clock = Clock()
         changed = [spec.numel for spec in self._snapshot.layout.tensors]
         _, total, payload = self._write(
             target,
-            name,
-            lambda: (self._put_all(target, name, self._snapshot.whole(), clock),),
+            ANCHOR,
+            lambda: (self._put_all(target, ANCHOR, self._snapshot.whole(), clock),),
             lambda reports: self._conclude("anchor", target, self._table, changed, reports, clock),
         )
+        self._anchored, self._anchor_due = target, False
         done = Published(target, "anchor", total, self._elements, payload, *astuple(clock))
         self._report(done)
         return done
@@ -268,8 +274,6 @@ class Publisher:
             self._anchor(self._version)
         except (SparrowError, OSError, RuntimeError) as error:
             log.warning("run %s: version %d is published, but not its anchor: %s", self._sink.run, self._version, error)
-        else:
-            self._anchor_due = False
 
     def _write(
         self, target: int, name: str, work: Callable[[], Any], conclude: Callable[[list[Any]], Any]
@@ -285,7 +289,7 @@ class Publisher:
             raise
         return state, changed, payload
 
-    def _put_all(self, target: int, name: str, blocks: Iterator[Block], clock: _Clock) -> list[tuple[bytes, int]]:
+    def _put_all(self, target: int, name: str, blocks: Iterator[Block], clock: Clock) -> list[tuple[bytes, int]]:
         """Store this rank's segments, each as soon as it is full."""
         draft, packer = self._sink.open(target, name), SegmentPacker(self._snapshot.layout)
         stored: list[tuple[bytes, int]] = []
@@ -304,7 +308,7 @@ class Publisher:
         return stored
 
     def _conclude(
-        self, kind: str, target: int, table: list[int], changed: list[int], reports: list[Any], clock: _Clock
+        self, kind: str, target: int, table: list[int], changed: list[int], reports: list[Any], clock: Clock
     ) -> tuple[bytes, int, int]:
         """Rank 0: commit an artifact whose segments all ranks have stored."""
         segments = [SegmentRef(*ref) for refs, *_ in reports for ref in refs]
@@ -358,26 +362,15 @@ class Publisher:
         return None if head is None else (head[0], head[1])
 
     def _report(self, done: Published) -> None:
-        if self._ranks.rank != 0:
-            return
-        if not done.changed:
-            log.warning("run %s: version %d has no changed weight", self._sink.run, done.version)
-        log.info(
-            "run %s: %s of version %d: %d of %d weights changed (%.3f %%), %.1f KiB, %.2f bits per change; "
-            "diff %.0f, encode %.0f, put %.0f, commit %.0f ms",
-            self._sink.run,
-            done.kind,
-            done.version,
-            done.changed,
-            done.elements,
-            100 * done.changed / max(done.elements, 1),
-            done.payload_bytes / 1024,
-            done.bits_per_changed,
-            done.diff_ms,
-            done.encode_ms,
-            done.put_ms,
-            done.commit_ms,
-        )
+        if self._ranks.rank == 0:
+            done.log(self._sink.run, log)
+
+
+def _finish(named: NamedTensors) -> None:
+    """Go on to the end of an iterator after a failure: if ranks gather tensors in it, the others wait for this one."""
+    if isinstance(named, Iterator):
+        for _ in named:
+            pass
 
 
 def _sum_of_parts(name: str, numel: int, parts: Sequence[tuple[Sequence[int], bool, int]]) -> int:

@@ -71,6 +71,10 @@ class Sink(Protocol):
         """The newest version, read anew each time; None for an empty run."""
         ...
 
+    def has(self, target: int, name: str) -> bool:
+        """Whether artifact `name` of version `target` is committed."""
+        ...
+
     def put_layout(self, data: bytes) -> None:
         """Store the bytes of a layout."""
         ...
@@ -118,6 +122,10 @@ class JournalSink:
             return None
         manifest = self.journal.manifest_of(version)
         return Head(version, manifest.target_state, manifest.layout, self.journal.fingerprints(version))
+
+    def has(self, target: int, name: str) -> bool:
+        """Whether artifact `name` of version `target` is committed."""
+        return any(artifact.name == name for artifact in self.journal.at(target)[0])
 
     def put_layout(self, data: bytes) -> None:
         """Store the bytes of a layout."""

@@ -28,6 +28,7 @@ from sparrowrl.errors import (
     JournalLocked,
     SparrowError,
     TransportError,
+    VersionNotFound,
 )
 from sparrowrl.transport.http import LEASE_SECONDS, WRITER_HEADER, worth_retrying
 from sparrowrl.transport.records import from_json, parse_json
@@ -111,6 +112,14 @@ class HubSink:
     def newest(self) -> Head | None:
         """The newest version; None for an empty run. Raises CorruptData if what the hub says does not add up."""
         return self.wait(self._newest())
+
+    def has(self, target: int, name: str) -> bool:
+        """Whether artifact `name` of version `target` is committed."""
+        try:
+            self.wait(self.send("GET", keys.manifest_key(self.run, target, name), limit=limits.MANIFEST_BYTES))
+        except VersionNotFound:
+            return False
+        return True
 
     def put_layout(self, data: bytes) -> None:
         """Store the bytes of a layout."""

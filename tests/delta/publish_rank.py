@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sparrowrl.config import Credentials
+from sparrowrl.delta import publisher as publisher_module
 from sparrowrl.delta.journal import Draft
 from sparrowrl.delta.publisher import Publisher
 from sparrowrl.delta.ranks import TorchRanks
+from sparrowrl.delta.segment import SegmentPacker
 from sparrowrl.delta.sink import JournalSink
 from sparrowrl.errors import JournalError, SparrowError
 
@@ -75,6 +78,13 @@ def fail_once(method: str) -> None:
     setattr(Draft, method, failing)
 
 
+def gather(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights that the ranks gather while they publish: none gets on without the others."""
+    for name, weight in weights.items():
+        dist.barrier()
+        yield name, weight
+
+
 def attempt(errors: list[str], publish: object) -> object:
     try:
         return publish()  # type: ignore[operator]
@@ -91,26 +101,34 @@ def run(scenario: str, folder: Path, ranks: TorchRanks) -> None:
     errors: list[str] = []
     versions: list[int] = []
     history = [full(weights)]
+    named = gather if scenario == "gathering" else dict.items
+    if scenario == "gathering":
+        publisher_module.SegmentPacker = lambda layout: SegmentPacker(layout, 40)  # type: ignore[misc]
     if scenario == "unequal":
         weights["plain"] = weights["plain"] + rank
     if scenario == "names" and rank == 1:
         weights["more"] = torch.zeros(1)
     sink = JournalSink(folder / (f"journal-{rank}" if scenario == "folders" else "journal"), CREDENTIALS)
-    publisher = attempt(errors, lambda: Publisher(sink, weights.items(), anchor_every=2, ranks=ranks))
+    publisher = attempt(errors, lambda: Publisher(sink, named(weights), anchor_every=2, ranks=ranks))
     for seed in range(1, 4) if isinstance(publisher, Publisher) else ():
         step(weights, seed)
         history.append(full(weights))
-        if scenario in ("put", "commit") and rank == (1 if scenario == "put" else 0) and seed == 2:
-            fail_once(scenario)
+        if scenario in ("put", "commit", "gathering") and rank == (0 if scenario == "commit" else 1) and seed == 2:
+            fail_once("commit" if scenario == "commit" else "put")
         if scenario == "death" and seed == 2 and rank == 1:
             os._exit(9)
         bad = {"plain": torch.zeros(1)} if scenario == "shape" and seed == 2 and rank == 1 else {}
-        done = attempt(errors, lambda bad=bad: publisher.publish((weights | bad).items()))
+        done = attempt(errors, lambda bad=bad: publisher.publish(named(weights | bad)))
         if done is None and scenario != "death":
-            done = publisher.publish(weights.items())
+            done = publisher.publish(named(weights))
         versions.append(done.version if done is not None else -1)
         if done is None:
             break
+    if scenario == "anchor" and isinstance(publisher, Publisher):
+        if rank == 1:
+            fail_once("put")
+        attempt(errors, publisher.write_anchor)
+        versions += [publisher.write_anchor().version for _ in range(2)]
     sink.close()
     if rank == 0:
         torch.save(history, folder / "history.pt")

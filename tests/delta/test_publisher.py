@@ -14,7 +14,7 @@ from sparrowrl.delta.manifest import Manifest
 from sparrowrl.delta.materialize import materialize
 from sparrowrl.delta.publisher import Publisher, _sum_of_parts
 from sparrowrl.delta.sink import JournalSink
-from sparrowrl.errors import ConfigError, JournalError, JournalLocked, LayoutError, SparrowError
+from sparrowrl.errors import ConfigError, JournalError, JournalLocked, LayoutError, SparrowError, StateError
 
 
 def assert_same(got, expected):
@@ -126,6 +126,104 @@ def test_a_failed_anchor_is_written_next_time(make_trainer, monkeypatch):
     monkeypatch.undo()
     trainer.run(1)
     assert [(a.target, a.kind) for a in trainer.journal.artifacts()][-2:] == [(2, "delta"), (2, "anchor")]
+
+
+def anchors_of(trainer):
+    return [artifact.target for artifact in trainer.journal.artifacts() if artifact.kind == "anchor"]
+
+
+def test_an_anchor_on_demand_is_the_newest_version_whole(trainer):
+    first = trainer.publisher.write_anchor()
+    trainer.run(2)
+    trainer.step()  # not published: not in the anchor
+    done = trainer.publisher.write_anchor()
+    elements = sum(t.numel() for t in trainer.history[2].values())
+    assert (first.version, first.kind, first.changed) == (0, "anchor", elements)
+    assert (done.version, done.kind, done.changed) == (2, "anchor", elements)
+    assert done.payload_bytes > elements
+    assert anchors_of(trainer) == [0, 2] and trainer.publisher.anchored == 2
+    assert trainer.publisher.version == 2 and trainer.publisher.last.kind == "delta"
+    trainer.publish()
+    for version in (0, 1, 2, 3):
+        assert_same(materialize(trainer.journal, version), trainer.history[version])
+
+
+def test_an_anchor_that_is_there_is_not_written_again(make_trainer):
+    trainer = make_trainer(anchor_every=2)
+    trainer.run(2)
+    written = (trainer.journal.root / "runs/run/v/2/anchor.dense/manifest").stat().st_mtime_ns
+    again = trainer.publisher.write_anchor()
+    assert (again.version, again.kind, again.changed, again.payload_bytes) == (2, "anchor", 0, 0)
+    trainer.sink.close()
+    resumed = make_trainer()  # whose first version is an anchor of another process
+    resumed.sink.close()
+    third = make_trainer()
+    assert third.publisher.anchored is None
+    assert third.publisher.write_anchor().changed == 0
+    assert anchors_of(third) == [2, 3]
+    assert (trainer.journal.root / "runs/run/v/2/anchor.dense/manifest").stat().st_mtime_ns == written
+
+
+def test_an_anchor_on_demand_that_fails_raises_and_changes_nothing(trainer, monkeypatch):
+    trainer.run(1)
+    monkeypatch.setattr(Draft, "commit", lambda *_: (_ for _ in ()).throw(JournalError("no space")))
+    with pytest.raises(JournalError, match="no space"):
+        trainer.publisher.write_anchor()
+    monkeypatch.undo()
+    assert anchors_of(trainer) == [] and trainer.journal.drafts() == [] and trainer.publisher.anchored is None
+    assert trainer.publisher.write_anchor().version == 1
+    trainer.run(1)
+    assert_same(materialize(trainer.journal, 2), trainer.history[2])
+
+
+def test_an_anchor_on_demand_after_a_failed_publish_is_of_the_version_before(trainer, monkeypatch):
+    trainer.run(1)
+    trainer.step()
+    monkeypatch.setattr(Draft, "commit", lambda *_: (_ for _ in ()).throw(JournalError("no space")))
+    with pytest.raises(JournalError):
+        trainer.publish()
+    monkeypatch.undo()
+    assert trainer.publisher.write_anchor().version == 1
+    assert_same(materialize(trainer.journal, 1), trainer.history[1])
+
+
+def test_no_anchor_of_a_version_that_is_not_sure_to_be_the_newest(trainer, monkeypatch):
+    commit, newest = Draft.commit, JournalSink.newest
+
+    def commit_and_fail(draft: Draft, manifest: Manifest) -> None:
+        commit(draft, manifest)
+        monkeypatch.setattr(JournalSink, "newest", lambda sink: (_ for _ in ()).throw(JournalError("hub is away")))
+        raise JournalError("connection lost")
+
+    trainer.step()
+    monkeypatch.setattr(Draft, "commit", commit_and_fail)
+    with pytest.raises(JournalError, match="connection lost"):
+        trainer.publish()
+    monkeypatch.setattr(Draft, "commit", commit)
+    for hub_is_away in (True, False):
+        if not hub_is_away:
+            monkeypatch.setattr(JournalSink, "newest", newest)
+        with pytest.raises(StateError, match="publish again"):
+            trainer.publisher.write_anchor()
+    assert trainer.publish().version == 1
+    assert trainer.publisher.write_anchor().version == 1
+
+
+def test_an_anchor_on_demand_settles_one_that_was_due(make_trainer, monkeypatch):
+    trainer = make_trainer(anchor_every=1)
+    commit = Draft.commit
+
+    def refuse_anchor(draft: Draft, manifest: Manifest) -> None:
+        if manifest.kind == "anchor":
+            raise JournalError("no space")
+        commit(draft, manifest)
+
+    monkeypatch.setattr(Draft, "commit", refuse_anchor)
+    trainer.run(1)
+    monkeypatch.undo()
+    assert trainer.publisher._anchor_due
+    trainer.publisher.write_anchor()
+    assert not trainer.publisher._anchor_due and anchors_of(trainer) == [1]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +346,7 @@ def in_a_fork(work):
 def test_a_fork_cannot_publish(trainer):
     trainer.step()
     assert "ConfigError" in in_a_fork(lambda: trainer.publisher.publish(trainer.weights.items()))
+    assert "ConfigError" in in_a_fork(trainer.publisher.write_anchor)
     assert "JournalError" in in_a_fork(
         lambda: Publisher(trainer.sink, {n: t for n, t in trainer.wire().items()}.items())
     )
@@ -317,6 +416,28 @@ def test_an_error_of_the_weights_iterator_is_passed_on(trainer):
         trainer.publisher.publish(weights())
     trainer.run(1)
     assert_same(materialize(trainer.journal, 1, trainer.history[0]), trainer.history[1])
+
+
+@pytest.mark.parametrize("fails", ["put", "take"])
+def test_an_iterator_is_used_up_although_the_publish_failed(trainer, monkeypatch, fails):
+    """Ranks may gather tensors in it: one that failed must not leave the others alone."""
+    taken = []
+
+    def weights():
+        for name, tensor in trainer.weights.items():
+            taken.append(name)
+            yield name, torch.zeros(1, dtype=torch.complex64) if (fails, name) == ("take", "empty") else tensor
+
+    small_segments(monkeypatch)
+    trainer.step()
+    if fails == "take":
+        with pytest.raises(LayoutError, match="complex64"):
+            Publisher(trainer.sink, weights())
+    else:
+        monkeypatch.setattr(Draft, "put", lambda *_: (_ for _ in ()).throw(JournalError("no space")))
+        with pytest.raises(JournalError):
+            trainer.publisher.publish(weights())
+    assert taken == list(trainer.weights)
 
 
 def test_a_lost_answer_to_a_commit_is_a_success(trainer, monkeypatch):

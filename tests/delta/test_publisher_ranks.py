@@ -48,7 +48,19 @@ def start(folder: Path, world: int, scenarios: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    scenarios = ["plain", "replicated", "put", "commit", "shape", "unequal", "names", "folders", "death"]
+    scenarios = [
+        "plain",
+        "replicated",
+        "put",
+        "commit",
+        "shape",
+        "unequal",
+        "names",
+        "folders",
+        "anchor",
+        "gathering",
+        "death",
+    ]
     return start(tmp_path_factory.mktemp("two"), 2, scenarios)
 
 
@@ -61,20 +73,28 @@ def result_of(folder: Path, rank: int) -> dict[str, Any]:
     return json.loads((folder / f"rank-{rank}.json").read_text())
 
 
-def check_against_one_process(folder: Path, world: int) -> None:
-    """Every version has the bits, the states and the counts that one process would have published."""
+def check_bits(folder: Path) -> Journal:
+    """Every version has the bits that the ranks had."""
     history = torch.load(folder / "history.pt")
     journal = Journal(folder / "journal", "run", CREDENTIALS.run_key)
+    for version, expected in enumerate(history):
+        got = materialize(journal, version, history[0])
+        for name in expected:
+            assert_bits_equal(got[name], expected[name])
+    return journal
+
+
+def check_against_one_process(folder: Path, world: int) -> None:
+    """Every version has the bits, the states and the counts that one process would have published."""
+    journal = check_bits(folder)
+    history = torch.load(folder / "history.pt")
     alone = JournalSink(folder / "alone", CREDENTIALS)
     publisher = Publisher(alone, history[0].items(), anchor_every=2)
     for weights in history[1:]:
         publisher.publish(weights.items())
     assert journal.versions() == [0, 1, 2, 3]
     assert journal.artifacts() == alone.journal.artifacts()
-    for version, expected in enumerate(history):
-        got = materialize(journal, version, history[0])
-        for name in expected:
-            assert_bits_equal(got[name], expected[name])
+    for version in range(len(history)):
         assert journal.fingerprints(version) == alone.journal.fingerprints(version)
     for artifact in journal.artifacts():
         mine, theirs = (each.manifest(artifact.target, artifact.name) for each in (journal, alone.journal))
@@ -126,6 +146,21 @@ def test_ranks_that_do_not_fit_together_are_refused(two, scenario, message):
     for rank in range(2):
         result = result_of(two / scenario, rank)
         assert result["versions"] == [] and len(result["errors"]) == 1 and message in result["errors"][0]
+
+
+def test_all_ranks_write_an_anchor_or_all_raise(two):
+    for rank, message in enumerate(["JournalError: rank 1: injected", "JournalError: injected"]):
+        assert result_of(two / "anchor", rank) == {"versions": [1, 2, 3, 3, 3], "errors": [message]}
+    journal = check_bits(two / "anchor")
+    assert [artifact.target for artifact in journal.artifacts() if artifact.kind == "anchor"] == [2, 3]
+    for name, expected in torch.load(two / "anchor" / "history.pt")[3].items():
+        assert_bits_equal(materialize(journal, 3)[name], expected)
+
+
+def test_a_rank_that_fails_half_way_goes_on_gathering_with_the_others(two):
+    for rank, message in enumerate(["JournalError: rank 1: injected", "JournalError: injected"]):
+        assert result_of(two / "gathering", rank) == {"versions": [1, 2, 3], "errors": [message]}
+    check_bits(two / "gathering")
 
 
 def test_a_rank_that_dies_is_an_error_of_the_others(two):

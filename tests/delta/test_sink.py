@@ -30,6 +30,14 @@ def test_the_head_is_the_newest_version(trainer):
     assert JournalSink(journal.root, sparrowrl.Credentials("run", journal._run_key, "r", "w")).newest() == expected
 
 
+def test_it_knows_what_is_committed(make_trainer):
+    trainer = make_trainer(anchor_every=2)
+    trainer.run(2)
+    trainer.sink.open(3, "2.fast").put(b"a draft")
+    known = {(2, "1.fast"): True, (2, "anchor.dense"): True, (1, "anchor.dense"): False, (3, "2.fast"): False}
+    assert {artifact: trainer.sink.has(*artifact) for artifact in known} == known
+
+
 def test_leading_twice_is_leading_once(tmp_path, credentials):
     first, second = (JournalSink(tmp_path, credentials) for _ in range(2))
     token = first.lead()

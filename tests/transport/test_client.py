@@ -51,6 +51,14 @@ def test_a_publisher_s_weights_arrive_bit_exactly(sink: HubSink, journal_root: P
         assert_bits_equal(rebuilt[name], tensor)
 
 
+def test_an_anchor_is_written_once_through_a_hub(sink: HubSink, journal_root: Path, credentials: Credentials) -> None:
+    publisher = Publisher(sink, {"w": torch.ones(10)}.items())
+    assert [publisher.write_anchor().changed for _ in range(2)] == [10, 0]
+    assert (sink.has(0, "origin"), sink.has(0, "anchor.dense"), sink.has(1, "0.fast")) == (True, True, False)
+    artifacts = Journal(journal_root, credentials.run, credentials.run_key).artifacts()
+    assert [(artifact.kind, artifact.target) for artifact in artifacts] == [("anchor", 0), ("origin", 0)]
+
+
 def test_a_trainer_that_comes_back_goes_on(hub: Any, credentials: Credentials) -> None:
     weights = {"w": torch.arange(64).bfloat16()}
     first = HubSink(hub.url, credentials)
