@@ -23,10 +23,15 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--allow-remote", action="store_true", help="listen beyond this machine, in plain HTTP")
     parser.add_argument("--keep-versions", type=int, metavar="N", help="keep deltas of N versions (default: all)")
     parser.add_argument("--keep-anchors", type=int, default=1, metavar="N", help="and N anchors (default: %(default)s)")
+    parser.add_argument(
+        "--until-stdin-ends", action="store_true", help="leave at the end of standard input: with who started it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the first line on standard output is the address."""
+    """Serve until SIGTERM, SIGINT or, if so asked, the end of standard input. The first line on standard output is the
+    address.
+    """
     from sparrowrl.delta.retention import Retention
     from sparrowrl.transport.hub import run_hub
 
@@ -39,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         allow_remote=args.allow_remote,
         retention=retention,
+        until_stdin_ends=args.until_stdin_ends,
     )
     return 0
 

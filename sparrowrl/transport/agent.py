@@ -7,8 +7,6 @@ import fcntl
 import logging
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +18,7 @@ from sparrowrl.delta import keys
 from sparrowrl.errors import ConfigError, CorruptData, FingerprintMismatch, SparrowError, VersionNotFound, WrongBase
 from sparrowrl.transport.choice import Choice, EngineView, Feed, choose
 from sparrowrl.transport.fetch import Fetch, fetch_manifest, mirror_layout
+from sparrowrl.transport.leaving import call_when_told
 from sparrowrl.transport.node import (
     AgentStatus,
     EngineStatus,
@@ -394,16 +393,5 @@ def run_agent(node: NodeDirectory, url: str, credentials: Credentials, engine_id
 
 async def _run_agent(node: NodeDirectory, url: str, credentials: Credentials, engine_id: str, connections: int) -> None:
     agent = Agent(node, url, credentials, engine_id, connections=connections)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.stop)
-
-    def wait_for_end_of_input() -> None:
-        with suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        with suppress(RuntimeError):  # the loop has ended already
-            loop.call_soon_threadsafe(agent.stop)
-
-    threading.Thread(target=wait_for_end_of_input, name="stdin", daemon=True).start()
+    call_when_told(agent.stop, or_input_ends=True)
     await agent.run()

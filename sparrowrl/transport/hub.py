@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import re
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -44,6 +43,7 @@ from sparrowrl.transport.http import (
     error_body,
     status_of,
 )
+from sparrowrl.transport.leaving import call_when_told
 from sparrowrl.transport.node import EngineStatus
 from sparrowrl.transport.records import from_json, parse_json
 
@@ -341,18 +341,29 @@ async def listening(
         await runner.cleanup()
 
 
-async def _serve(ready: Callable[[str], None], journal_root: Path, credentials: Credentials, options: Any) -> None:
+async def _serve(
+    ready: Callable[[str], None], journal_root: Path, credentials: Credentials, until_stdin_ends: bool, options: Any
+) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    call_when_told(stop.set, or_input_ends=until_stdin_ends)
     async with listening(journal_root, credentials, **options) as url:
         ready(url)
         await stop.wait()
 
 
-def run_hub(ready: Callable[[str], None], journal_root: Path, credentials: Credentials, **options: Any) -> None:
-    """A hub process: `listening` until SIGTERM or SIGINT, with its options; `ready` gets the address."""
-    asyncio.run(_serve(ready, journal_root, credentials, options))
+def run_hub(
+    ready: Callable[[str], None],
+    journal_root: Path,
+    credentials: Credentials,
+    *,
+    until_stdin_ends: bool = False,
+    **options: Any,
+) -> None:
+    """A hub process: `listening`, with its options, until SIGTERM, SIGINT or (if so asked) the end of standard input.
+
+    `ready` gets the address.
+    """
+    asyncio.run(_serve(ready, journal_root, credentials, until_stdin_ends, options))
 
 
 def _check_writable(folder: Path) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+from helpers import wait_for
 from sparrowrl.config import Credentials
 from sparrowrl.delta.journal import Journal
 from sparrowrl.delta.publisher import Publisher
@@ -25,6 +31,13 @@ from sparrowrl.transport.http import WRITER_HEADER
 from sparrowrl.transport.hub import listening
 from sparrowrl.transport.remote import HubClient
 
+# Starts the command in its arguments with a pipe as its input, says its process id, and waits.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
 WRITER = {WRITER_HEADER: "w" * 32}
 
 
@@ -381,6 +394,40 @@ async def test_a_hub_that_is_told_to_stop_lets_waiting_engines_go(hub_process: A
         await asyncio.sleep(0.1)  # lets the request reach the hub; the test holds without it too
         assert await asyncio.to_thread(hub_process.running.end, signal.SIGTERM) == 0
         assert await waiting == feed
+
+
+def _answers(address: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"{address}/health", timeout=5).status == 200)
+    except OSError:
+        return False
+
+
+def test_a_hub_leaves_with_its_parent_however_that_ends(journal_root: Path, credentials_file: Path) -> None:
+    hub = [sys.executable, "-m", "sparrowrl.cli.main", "hub", "--port", "0", "--until-stdin-ends"]
+    hub += ["--journal", str(journal_root), "--credentials", str(credentials_file)]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *hub], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as output:
+        pid, address = int(output.readline()), output.readline().strip()
+        assert _answers(address)
+        parent.kill()
+        parent.wait(20)
+        try:
+            wait_for(lambda: not _answers(address), 20, "the hub to leave")
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_hub_that_was_not_asked_to_stays_at_the_end_of_its_input(
+    hub_process: Any, credentials: Credentials
+) -> None:
+    hub_process.running.process.stdin.close()
+    async with HubClient(hub_process.url, credentials) as client:
+        for _ in range(3):
+            assert (await client.feed(None, "e", 0.2)).newest is None
+    assert hub_process.running.process.poll() is None
 
 
 async def test_requests_and_numbers_survive_a_killed_hub(hub_process: Any, credentials: Credentials) -> None:
