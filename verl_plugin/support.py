@@ -27,9 +27,10 @@ def check_configuration(config: Any) -> None:
             "its GPUs and its memory, where nothing is sent; use trainer.v1.trainer_mode=separate_async, or verl's "
             "one_step_off_policy or fully_async_policy"
         )
+    name = rollout.get("name", "vllm")  # verl itself says that it must be given
     _refuse(
         {
-            f"{_ROLLOUT}.name={rollout.name} (only vllm)": rollout.name != "vllm",
+            f"{_ROLLOUT}.name={name} (only vllm)": name != "vllm",
             f"{_ROLLOUT}.data_parallel_size={rollout.data_parallel_size} (start more replicas)": (
                 rollout.data_parallel_size > 1
             ),
