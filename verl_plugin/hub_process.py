@@ -105,9 +105,9 @@ class _Child:
         found = _SAID.fullmatch(self._said[-1]) if self._said else None
         if found is None:
             raise TransportError(f"expected a hub that listens, but {self.epitaph()}")
-        kind = getattr(errors, found[1], None)
-        is_ours = isinstance(kind, type) and issubclass(kind, SparrowError)
-        raise (kind if is_ours else TransportError)(f"hub: {found[2]}")
+        kind = getattr(errors, found[1], TransportError)
+        ours = kind if isinstance(kind, type) and issubclass(kind, SparrowError) else TransportError
+        raise ours(f"hub: {found[2]}")
 
     def epitaph(self) -> str:
         """How it ended, and what it said last."""
