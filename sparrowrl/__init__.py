@@ -14,19 +14,21 @@ if TYPE_CHECKING:
     from sparrowrl.delta.publisher import Publisher as Publisher
     from sparrowrl.delta.ranks import TorchRanks as TorchRanks
     from sparrowrl.delta.retention import Retention as Retention
+    from sparrowrl.delta.shard import FlatShard as FlatShard
     from sparrowrl.delta.sink import JournalSink as JournalSink
     from sparrowrl.transport.client import HubSink as HubSink
 
 _HOME = {
     "Credentials": "sparrowrl.config",
     "Publisher": "sparrowrl.delta.publisher",
+    "FlatShard": "sparrowrl.delta.shard",
     "JournalSink": "sparrowrl.delta.sink",
     "Retention": "sparrowrl.delta.retention",
     "TorchRanks": "sparrowrl.delta.ranks",
     "HubSink": "sparrowrl.transport.client",
 }
 
-__all__ = ["Credentials", "HubSink", "JournalSink", "Publisher", "Retention", "TorchRanks"]
+__all__ = ["Credentials", "FlatShard", "HubSink", "JournalSink", "Publisher", "Retention", "TorchRanks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,21 @@ from sparrowrl.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FlatShard:
+    """Stands for a tensor of `shape` of which this rank holds the elements [start, start + local.numel()), row by row.
+
+    For trainers that cut tensors without regard to their dimensions, as FSDP1 does. `local` is 1-D, in the trainer's
+    dtype; a rank that holds nothing of the tensor gives an empty one. Of ranks that hold the same part only one is
+    `first`, and publishes it.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    local: torch.Tensor
+    first: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
     """This rank's part of one tensor.
 
@@ -27,13 +42,15 @@ class LocalShard:
     first: bool
 
 
-def local_shard(name: str, tensor: torch.Tensor, wire_dtype: torch.dtype | None, rank: int) -> LocalShard:
+def local_shard(name: str, tensor: torch.Tensor | FlatShard, wire_dtype: torch.dtype | None, rank: int) -> LocalShard:
     """This rank's part of `tensor`, whose floating-point weights (of 2 bytes and more) travel as `wire_dtype`; None
-    keeps every dtype. A tensor that is no DTensor is taken to be whole on every rank.
+    keeps every dtype. A tensor that is neither a DTensor nor a FlatShard is taken to be whole on every rank.
 
-    Raises LayoutError for what is no dense tensor with data, for a dtype that docs/format.md does not have, or a
-    placement other than Replicate and one Shard.
+    Raises LayoutError for what is no dense tensor with data, for a dtype that docs/format.md does not have, a
+    placement other than Replicate and one Shard, or a FlatShard that is not 1-D or not within its shape.
     """
+    flat = tensor if isinstance(tensor, FlatShard) else None
+    tensor = flat.local if flat is not None else tensor
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         got = (
             f"one of {tensor.layout} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -46,7 +63,9 @@ def local_shard(name: str, tensor: torch.Tensor, wire_dtype: torch.dtype | None,
         raise LayoutError(
             f"{name}: expected a dtype among {', '.join(DTYPE_NAMES.values())}, got {dtype}; leave it out"
         )
-    spec = TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
+    spec = TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape if flat is None else flat.shape))
+    if flat is not None:
+        return _flat(spec, flat)
     if not isinstance(tensor, DTensor):
         return LocalShard(spec, Box.whole(spec.numel), tensor.detach(), rank == 0)
     local = tensor.to_local().detach()
@@ -54,6 +73,18 @@ def local_shard(name: str, tensor: torch.Tensor, wire_dtype: torch.dtype | None,
     if tuple(local.shape) != shape:
         raise LayoutError(f"{name}: expected a local shard of shape {shape} by {tensor.placements}, got {local.shape}")
     return LocalShard(spec, box, local, first)
+
+
+def _flat(spec: TensorSpec, flat: FlatShard) -> LocalShard:
+    local, elements = flat.local.detach(), flat.local.numel()
+    if isinstance(local, DTensor) or local.dim() != 1:
+        got = "a DTensor" if isinstance(local, DTensor) else f"one of shape {list(local.shape)}"
+        raise LayoutError(f"{spec.name}: expected a plain 1-D tensor as the local part of a FlatShard, got {got}")
+    if flat.start < 0 or flat.start + elements > spec.numel:
+        raise LayoutError(
+            f"{spec.name}: expected a part of its {spec.numel} elements, got {elements} that begin at {flat.start}"
+        )
+    return LocalShard(spec, Box(flat.start, elements, elements, 1), local, flat.first)
 
 
 def _placed(name: str, tensor: DTensor) -> tuple[Box, tuple[int, ...], bool]:

@@ -12,13 +12,13 @@ from sparrowrl.delta.blocks import Block, DenseBlock, SparseBlock
 from sparrowrl.delta.box import Box
 from sparrowrl.delta.layout import U64_MASK, Layout
 from sparrowrl.delta.segment import choose, may_be_dense
-from sparrowrl.delta.shard import LocalShard, local_shard
+from sparrowrl.delta.shard import FlatShard, LocalShard, local_shard
 from sparrowrl.errors import LayoutError
 from sparrowrl.kernels.diff import diff
 from sparrowrl.kernels.fingerprint import fingerprint_at, tensor_seed
 from sparrowrl.kernels.scatter import scatter_add_
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+NamedTensors = Iterable[tuple[str, torch.Tensor | FlatShard]]
 
 
 @dataclass(slots=True, eq=False)

@@ -26,6 +26,7 @@ from sparrowrl.delta.journal import Draft
 from sparrowrl.delta.publisher import Publisher
 from sparrowrl.delta.ranks import TorchRanks
 from sparrowrl.delta.segment import SegmentPacker
+from sparrowrl.delta.shard import FlatShard
 from sparrowrl.delta.sink import JournalSink
 from sparrowrl.errors import JournalError, SparrowError
 
@@ -61,6 +62,16 @@ def step(weights: dict[str, torch.Tensor], seed: int) -> None:
         if isinstance(weight, DTensor):
             noise = distribute_tensor(noise.to(weight.dtype), weight.device_mesh, weight.placements)
         weight += noise.to(weight.dtype)
+
+
+def ranges(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, FlatShard]]:
+    """Uneven ranges of the flat tensors, as if the ranks had never held anything else; some are empty."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for number, (name, weight) in enumerate(weights.items()):
+        flat = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        cuts = [0, *((number + 1) * flat.numel() * r // (len(weights) * world) for r in range(1, world)), flat.numel()]
+        local = flat.detach().reshape(-1)[cuts[rank] : cuts[rank + 1]].clone()
+        yield name, FlatShard(tuple(flat.shape), cuts[rank], local)
 
 
 def full(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -101,7 +112,7 @@ def run(scenario: str, folder: Path, ranks: TorchRanks) -> None:
     errors: list[str] = []
     versions: list[int] = []
     history = [full(weights)]
-    named = gather if scenario == "gathering" else dict.items
+    named = {"gathering": gather, "ranges": ranges}.get(scenario, dict.items)
     if scenario == "gathering":
         publisher_module.SegmentPacker = lambda layout: SegmentPacker(layout, 40)  # type: ignore[misc]
     if scenario == "unequal":

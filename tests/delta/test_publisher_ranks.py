@@ -51,6 +51,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scenarios = [
         "plain",
         "replicated",
+        "ranges",
         "put",
         "commit",
         "shape",
@@ -66,7 +67,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return start(tmp_path_factory.mktemp("three"), 3, ["plain"])
+    return start(tmp_path_factory.mktemp("three"), 3, ["plain", "ranges"])
 
 
 def result_of(folder: Path, rank: int) -> dict[str, Any]:
@@ -116,6 +117,13 @@ def test_three_ranks_publish_what_one_would(three):
 def test_replicas_publish_once(two):
     assert [result_of(two / "replicated", rank) for rank in range(2)] == [{"versions": [1, 2, 3], "errors": []}] * 2
     check_against_one_process(two / "replicated", 2)
+
+
+def test_flat_ranges_are_published_as_the_whole_would_be(two, three):
+    for folder, world in ((two, 2), (three, 3)):
+        for rank in range(world):
+            assert result_of(folder / "ranges", rank) == {"versions": [1, 2, 3], "errors": []}
+        check_against_one_process(folder / "ranges", world)
 
 
 @pytest.mark.parametrize(
