@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from verl.checkpoint_engine.base import CheckpointEngine
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from sparrowrl.config import Credentials
 from sparrowrl.delta.publisher import Published, Publisher
@@ -27,6 +27,7 @@ from sparrowrl.delta.snapshot import NamedTensors
 from sparrowrl.errors import ConfigError, FrameworkUnsupported
 from sparrowrl.transport.client import HubSink
 from sparrowrl.transport.http import LEASE_SECONDS
+from sparrowrl.verl_plugin import hooks
 from sparrowrl.verl_plugin.hub_process import HubProcess
 from sparrowrl.verl_plugin.options import KEY, Options
 from sparrowrl.verl_plugin.run_directory import RunDirectory
@@ -54,6 +55,7 @@ class TrainerWeights:
     dtype: str
 
 
+@CheckpointEngineRegistry.register(hooks.BACKEND)
 class SparrowCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """One rank's end of the backend. SparrowManager (manager.py) calls, on all trainer ranks: `prepare`, `open_run`,
     `join_run`, then `send_weights` for each version.
@@ -147,6 +149,11 @@ class SparrowCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         failed on all ranks; the version does not exist then, and the next call publishes what this one could not.
         """
         began = time.monotonic()
+        if not isinstance(weights, TrainerWeights):
+            raise FrameworkUnsupported(
+                "expected verl's training engine, got its stream of tensors: verl was imported without this plugin "
+                "(VERL_USE_EXTERNAL_PLUGINS?), or calls it in a way that it was not written for"
+            )
         if self._sink is None or self._ranks is None:
             raise ConfigError("expected open_run and join_run before the first weights; is verl's own manager at work?")
         named = _shards(weights.engine)

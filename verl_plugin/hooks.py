@@ -7,6 +7,7 @@ what cannot work is not raised on import: it is kept, and raised where somebody 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable
@@ -103,9 +104,7 @@ def _offer_backend(module: ModuleType) -> None:
 
     stock.__new__ = new
 
-    from sparrowrl.verl_plugin.backend import SparrowCheckpointEngine
-
-    module.CheckpointEngineRegistry.register(BACKEND)(SparrowCheckpointEngine)
+    importlib.import_module("sparrowrl.verl_plugin.backend")  # which registers itself
 
 
 # Trainer ranks.

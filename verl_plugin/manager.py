@@ -74,7 +74,7 @@ class SparrowManager(CheckpointEngineManager):  # type: ignore[misc]
         hosts = [answer["host"] for answer in await self._trainer("prepare")]
         servers = [replica.servers[0] for replica in self.replicas]
         elsewhere = set(await self._all("the servers' names", (s.sparrow_host.remote() for s in servers))) - {hosts[0]}
-        run = (await self._trainer("open_run", hosts, bool(elsewhere)))[0]
+        run: dict[str, Any] = (await self._trainer("open_run", hosts, bool(elsewhere)))[0]
         await self._trainer("join_run", run, hosts)
         return run
 
