@@ -60,7 +60,12 @@ def _wrap(owner: Any, name: str, parameters: str, wrapper: Callable[..., Any]) -
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    @functools.wraps(original)
+    async def wrapped_coroutine(*args: Any, **kwargs: Any) -> Any:
+        return await wrapper(original, *args, **kwargs)
+
+    # Ray looks at a method to know whether to await what it returns.
+    setattr(owner, name, wrapped_coroutine if inspect.iscoroutinefunction(original) else wrapped)
 
 
 # The driver's process, before anything is started.
