@@ -51,6 +51,7 @@ def _wrap(owner: Any, name: str, parameters: str, wrapper: Callable[..., Any]) -
     """Make `owner.name(...)` call `wrapper(original, ...)`; `parameters` are those that `name` was written with."""
     original = getattr(owner, name, None)
     found = "nothing" if original is None else " ".join(inspect.signature(original).parameters)
+    found = found.removesuffix(" _ray_trace_ctx")  # Ray's own, in a class that it has made an actor of
     if original is None or found != parameters:
         where = getattr(owner, "__qualname__", owner.__name__)
         _problems.append(f"verl's {where}.{name}: expected the parameters {parameters}, got {found}; not verl 0.9.1?")
@@ -151,8 +152,8 @@ def _keep_metrics(module: ModuleType) -> None:
     _wrap(trainer, "_setup_checkpoint_manager", "self", _setup_manager)
 
 
-async def _setup_manager(original: Any, trainer: Any) -> None:
-    await original(trainer)
+async def _setup_manager(original: Any, trainer: Any, **tracing: Any) -> None:
+    await original(trainer, **tracing)
     trainer.checkpoint_manager.report = functools.partial(_add_metrics, trainer)
 
 
