@@ -6,13 +6,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparrowrl.errors import ConfigError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LEAST = {"audit_every": 0, "connections": 1, "start_timeout": 0, "drain_timeout": 0}  # what an engine may be told
+LATER = "later"  # SPARROWRL_HUB of an engine that is told whom to follow after it has started
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,21 @@ class Credentials:
             raw = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"credentials file {path}: {error}; make one with `sparrowrl init`") from error
+        return cls.of(raw, f"credentials file {path}")
+
+    @classmethod
+    def of(cls, raw: object, what: str) -> Credentials:
+        """Take the content of a credentials file. Raises ConfigError that begins with `what`."""
         if not isinstance(raw, dict):
-            raise ConfigError(f"credentials file {path}: expected a JSON object, got {type(raw).__name__}")
+            raise ConfigError(f"{what}: expected a JSON object, got {type(raw).__name__}")
         run, run_key, reader, writer = (raw.get(name) for name in ("run", "run_key", "reader", "writer"))
         if not isinstance(run, str) or not RUN_NAME.fullmatch(run):
-            raise ConfigError(f"credentials file {path}: run: expected {RUN_NAME.pattern}, got {run!r}")
+            raise ConfigError(f"{what}: run: expected {RUN_NAME.pattern}, got {run!r}")
         if not isinstance(run_key, str) or not re.fullmatch("[0-9a-f]{64}", run_key):
-            raise ConfigError(f"credentials file {path}: run_key: expected 64 hex digits")
+            raise ConfigError(f"{what}: run_key: expected 64 hex digits")
         for name, token in (("reader", reader), ("writer", "-" if writer is None else writer)):
             if not isinstance(token, str) or not re.fullmatch("[!-~]+", token):
-                raise ConfigError(f"credentials file {path}: {name}: expected a token of printable characters")
+                raise ConfigError(f"{what}: {name}: expected a token of printable characters")
         return cls(run, bytes.fromhex(run_key), str(reader), writer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -73,7 +80,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine that follows a trainer by itself is told through its environment (docs/environment.md)."""
+    """What an engine that follows a trainer by itself is told: through its environment, or later by its owner."""
 
     hub: str
     token_file: Path
@@ -87,28 +94,78 @@ class EngineConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> EngineConfig:
-        """Read SPARROWRL_*. Raises ConfigError that names the variable that is missing or wrong."""
+        """Read SPARROWRL_* (docs/environment.md). Raises ConfigError that names what is missing or wrong."""
         for name in ("SPARROWRL_HUB", "SPARROWRL_TOKEN_FILE"):
             if not environment.get(name):
                 raise ConfigError(f"{name} is not set: an engine with weight-transfer backend 'sparrow' needs it")
-        in_flight = environment.get("SPARROWRL_IN_FLIGHT", "keep")
+        given: dict[str, object] = {}
+        for name in ("engine_id", "in_flight", *_LEAST):
+            if (text := environment.get(_variable(name))) is not None:
+                given[name] = int(text) if name in _LEAST and text.isdecimal() else text
+        if given.get("engine_id") == "":
+            del given["engine_id"]
+        token_file = Path(environment["SPARROWRL_TOKEN_FILE"])
+        return cls._checked(environment["SPARROWRL_HUB"], token_file, given, _variable, environment)
+
+    @classmethod
+    def from_settings(
+        cls, settings: Mapping[str, object], token_file: Path, environment: Mapping[str, str] = os.environ
+    ) -> EngineConfig:
+        """Take the settings of `sparrow_follow` (docs/protocol.md section 5), all but the credentials.
+
+        Where files may be exported to is the say of whoever started the engine, in its environment. Raises ConfigError
+        that names the setting that is missing, wrong or not known.
+        """
+        allowed = ("hub", "engine_id", "in_flight", *_LEAST)
+        if unknown := sorted(str(name) for name in settings if name not in allowed):
+            raise ConfigError(f"settings: {', '.join(unknown)}: not known; expected {', '.join(allowed)}")
+        hub = settings.get("hub")
+        if not isinstance(hub, str) or not hub:
+            raise ConfigError(f"setting hub: expected http://host:port or https://host, got {hub!r}")
+        given = {name: settings[name] for name in allowed[1:] if name in settings}
+        return cls._checked(hub, token_file, given, lambda name: f"setting {name}", environment)
+
+    @classmethod
+    def _checked(
+        cls,
+        hub: str,
+        token_file: Path,
+        given: Mapping[str, object],
+        called: Callable[[str], str],
+        environment: Mapping[str, str],
+    ) -> EngineConfig:
+        in_flight = given.get("in_flight", "keep")
         if in_flight not in ("keep", "drain"):
-            raise ConfigError(f"SPARROWRL_IN_FLIGHT: expected keep or drain, got {in_flight!r}")
-        engine_id = environment.get("SPARROWRL_ENGINE_ID") or f"engine-{secrets.token_hex(4)}"
-        if not RUN_NAME.fullmatch(engine_id):
-            raise ConfigError(f"SPARROWRL_ENGINE_ID: expected {RUN_NAME.pattern}, got {engine_id!r}")
+            raise ConfigError(f"{called('in_flight')}: expected keep or drain, got {in_flight!r}")
+        engine_id = given.get("engine_id", f"engine-{secrets.token_hex(4)}")
+        if not isinstance(engine_id, str) or not RUN_NAME.fullmatch(engine_id):
+            raise ConfigError(f"{called('engine_id')}: expected {RUN_NAME.pattern}, got {engine_id!r}")
+        numbers: dict[str, int] = {}
+        for name, least in _LEAST.items():
+            if name not in given:
+                continue
+            value = given[name]
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{called(name)}: expected a whole number, at least {least}, got {value!r}")
+            numbers[name] = value
         export_dir = environment.get("SPARROWRL_EXPORT_DIR")
         return cls(
-            hub=environment["SPARROWRL_HUB"].rstrip("/"),
-            token_file=Path(environment["SPARROWRL_TOKEN_FILE"]),
+            hub=hub.rstrip("/"),
+            token_file=token_file,
             engine_id=engine_id,
-            in_flight=in_flight,
-            audit_every=_whole_number(environment, "SPARROWRL_AUDIT_EVERY", 0),
-            connections=_whole_number(environment, "SPARROWRL_CONNECTIONS", 4, least=1),
-            start_timeout=_whole_number(environment, "SPARROWRL_START_TIMEOUT", 300),
+            in_flight=str(in_flight),
             export_dir=Path(export_dir) if export_dir else None,
-            drain_timeout=_whole_number(environment, "SPARROWRL_DRAIN_TIMEOUT", 300),
+            **numbers,
         )
+
+
+def _variable(setting: str) -> str:
+    return f"SPARROWRL_{setting.upper()}"
+
+
+def follows_later(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether an engine with weight-transfer backend "sparrow" is to wait until it is told whom to follow."""
+    return environment.get("SPARROWRL_HUB") == LATER
 
 
 @dataclass(frozen=True, slots=True)

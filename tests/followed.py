@@ -60,15 +60,19 @@ class Site:
         """Wait until an activation is due, without letting the engine step."""
         wait_for(lambda: bool(self.follower._jobs), 60, "an activation to be due")
 
-    def ask(self, kind: str) -> Any:
-        """Ask for an audit or export as the trainer's side does, and let the engine answer."""
+    def request(self, kind: str) -> int:
+        """Ask for an audit or export as the trainer's side does; returns the number of the request."""
         request = urllib.request.Request(
             f"{self.url}/runs/test/engines/{ENGINE_ID}/requests",
             json.dumps({"kind": kind}).encode(),
             {"Authorization": f"Bearer {self.trainer.credentials.writer}", "Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=20) as answer:
-            number = json.load(answer)["id"]
+            return int(json.load(answer)["id"])
+
+    def ask(self, kind: str) -> Any:
+        """Ask for an audit or export, and let the engine answer."""
+        number = self.request(kind)
 
         def answered() -> bool:
             core_of(self.llm).step_fn()

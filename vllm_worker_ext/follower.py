@@ -18,17 +18,17 @@ from sparrowrl.delta.manifest import Manifest
 from sparrowrl.errors import CorruptData, DeadlineExceeded, FingerprintMismatch, SparrowError, StateError, UnknownState
 from sparrowrl.transport.node import Activation, Answer, EngineStatus, ErrorInfo, NodeDirectory, Request
 from sparrowrl.vllm_worker_ext.agent_process import AgentProcess
+from sparrowrl.vllm_worker_ext.arrival import Arrival
 from sparrowrl.vllm_worker_ext.hooks import JOB
 from sparrowrl.vllm_worker_ext.prefixes import Prefixes
 from sparrowrl.vllm_worker_ext.receiver import Reply
-from sparrowrl.vllm_worker_ext.versions import check_supported, facts, unsynced_draft
+from sparrowrl.vllm_worker_ext.versions import facts
 from sparrowrl.vllm_worker_ext.worker_extension import call_receiver
 
 _POLL_S = 0.005
 _CALL_S = 600.0  # for one call of the workers: an audit or a restore of a large model may take minutes
 _JOIN_S = 10.0
 _KEPT = 64
-_PROGRESS_S = 10.0
 _GONE = (
     "the node directory %s was removed: this engine stays at version %s until it is started again "
     "(does systemd-logind clear /dev/shm when its user logs out? See RemoveIPC in logind.conf)"
@@ -63,9 +63,10 @@ class Follower:
     the node directory and submits jobs. Nothing is submitted while a job is waiting or running.
     """
 
-    def __init__(self, core: Any, config: EngineConfig, node: NodeDirectory) -> None:
-        self.prefixes = Prefixes()
-        self.status = EngineStatus()
+    def __init__(self, core: Any, config: EngineConfig, node: NodeDirectory, prefixes: Prefixes) -> None:
+        self.prefixes = prefixes
+        self.status = EngineStatus(condition="unknown")
+        self.least = 0  # the engine makes no step at an older version than this
         self.tokens = 0
         self._core, self._config, self._node = core, config, node
         self._has_loop = hasattr(core, "input_queue")  # EngineCoreProc; else the caller of an LLM makes the steps
@@ -79,34 +80,54 @@ class Follower:
         self._draining: Ready | None = None
         self._drain_until = 0.0
         self._paused: Any = None  # the scheduler's pause state before the drain
-        self._written: EngineStatus | None = None
+        self._written = self.status
         self._stop = threading.Event()
         self._agent = AgentProcess(node.root, config)
+        self.arrival = Arrival(node, self._agent, config, self._stop)
         self._watcher = threading.Thread(target=self._watch, name="sparrowrl-follower", daemon=True)
 
-    @classmethod
-    def start(cls, core: Any) -> Follower:
-        """Begin to follow: version 0 proved and the newest version activated before this returns.
+    def attach(self) -> None:
+        """Have the ranks learn where the run's tensors are, and compare what they hold with version 0.
 
-        Raises EngineUnsupported, ConfigError, PlacementError, or DeadlineExceeded if the hub cannot be reached or gives
-        no way to its newest version within SPARROWRL_START_TIMEOUT seconds.
+        Other weights are no failure: the engine is then "unknown", until an anchor. Raises what a rank says went wrong.
         """
-        config = EngineConfig.from_environment()
-        check_supported(core.vllm_config)
-        if warning := unsynced_draft(core.vllm_config):
-            logger.warning(warning)
-        node = NodeDirectory.create(config.engine_id)
-        follower = None
-        try:
-            follower = cls(core, config, node)
-            follower._catch_up(time.monotonic() + config.start_timeout)
-        except BaseException:
-            if follower is not None:
-                follower.close()
-            node.remove()
-            raise
-        follower._watcher.start()
-        return follower
+        replies = self._call("attach", str(self._node.root), str(self._config.token_file))
+        self._note(replies)
+        self._raise_failure(replies)
+        if self.status.condition != "exact":
+            self._rank_error = self._first_rank_error()
+            self.status = replace(self.status, error=self._rank_error)
+            return
+        self.status = replace(self.status, fingerprint_ok=True, audited=self.status.version, audit_ok=True)
+        if (scheduler := getattr(self._core, "scheduler", None)) is not None:
+            # What the prefix cache holds was computed under another follower, if at all.
+            self.prefixes.change(bytes.fromhex(self.status.state or ""), scheduler)
+
+    def catch_up(self, deadline: float, newest: int) -> None:
+        """Activate what there is until the newest version is active, while the engine starts.
+
+        Raises DeadlineExceeded if there is no way to it.
+        """
+        while self.status.condition != "exact" or (self.status.version or 0) < newest:
+            what = f"version {newest} to be staged (now: {self.status.version}, {self.status.condition})"
+            self._activate_now(self.arrival.wait(deadline, what, self._ready))
+            newest = max(newest, self.arrival.newest() or 0)
+
+    def watch(self) -> None:
+        """Follow, from now on."""
+        if self.status.condition == "exact":
+            self._tell_version()
+        self._write()
+        self._watcher.start()
+
+    def leave(self) -> None:
+        """Stop following, on the core's thread, so that the engine can follow another run."""
+        if self._draining is not None:
+            self._draining = None
+            self._end_pause()
+        if self._has_loop:
+            self._finish_batches()
+        self.close()
 
     def close(self) -> None:
         """Stop following and remove the node directory. The engine keeps the weights that it has."""
@@ -125,74 +146,19 @@ class Follower:
             self._jobs.popleft()()
         if self._draining is not None:
             self._end_drain()
-        if self.status.condition == "unknown" and not self._has_loop and self._core.scheduler.has_requests():
-            self._wait_for_anchor()
-        return self.status.condition == "exact"
+        held = not self._may_step() and not self._core.batch_queue
+        if held and not self._has_loop and self._core.scheduler.has_requests():
+            self._wait_to_step()
+        return self._may_step()
 
     def scheduling(self) -> AbstractContextManager[None]:
-        """The context of a step: while a job waits for batches in flight to be finished, no other batch is begun."""
-        return self._nothing_scheduled() if self._jobs else nullcontext()
+        """The context of a step: no batch is begun while a job waits for those in flight, or the engine is held."""
+        return self._nothing_scheduled() if self._jobs or not self._may_step() else nullcontext()
 
     def after_step(self, outputs: Any) -> None:
         """Count what the step has generated."""
         for some in (outputs or {}).values():
             self.tokens += sum(len(output.new_token_ids) for output in some.outputs)
-
-    # The start.
-
-    def _catch_up(self, deadline: float) -> None:
-        newest = self._wait(deadline, "the newest version", self._known_newest)
-        self._wait(deadline, "the layout and the origin", self._origin_is_there)
-        replies = self._call("attach", str(self._node.root), str(self._config.token_file))
-        self._note(replies)
-        self._raise_failure(replies)
-        if self.status.condition == "exact":
-            self.status = replace(self.status, fingerprint_ok=True, audited=self.status.version, audit_ok=True)
-        while self.status.condition != "exact" or (self.status.version or 0) < newest:
-            what = f"version {newest} to be staged (now: {self.status.version}, {self.status.condition})"
-            self._activate_now(self._wait(deadline, what, self._ready))
-            newest = max(newest, self._known_newest() or 0)
-        self._tell_version()
-        self._write()
-        logger.info("at version %s, all live weights proved", self.status.version)
-
-    def _wait(self, deadline: float, what: str, look: Callable[[], Any]) -> Any:
-        """Poll `look` until it returns something other than None. Raises DeadlineExceeded that says what went wrong."""
-        told = time.monotonic()
-        while (found := look()) is None:
-            self._agent.poll()
-            now = time.monotonic()
-            if now > deadline or now > told + _PROGRESS_S:
-                told = now
-                known = self._known_trouble()
-                if now > deadline:
-                    raise DeadlineExceeded(
-                        f"waited {self._config.start_timeout} s (SPARROWRL_START_TIMEOUT) for {what} from the hub at "
-                        f"{self._config.hub}: {known}"
-                    )
-                logger.warning("waiting for %s from the hub at %s: %s", what, self._config.hub, known)
-            self._stop.wait(_POLL_S)
-        return found
-
-    def _known_trouble(self) -> str:
-        """What keeps this engine from its start, the ranks' own errors first: they are the cause of the agent's."""
-        agent = self._node.agent.read()
-        errors = [rank.error for rank in self._node.ranks().values()]
-        errors += [agent.error] if agent is not None else []
-        known = "; ".join(f"{error.error}: {error.message}" for error in errors if error is not None)
-        if known or agent is None or not agent.connected:
-            return known or "no error so far"
-        if agent.newest is None:
-            return "the hub answers, but the run has no version yet: start its trainer (sparrowrl.Publisher)"
-        return "no error so far"
-
-    def _known_newest(self) -> int | None:
-        agent = self._node.agent.read()
-        return agent.newest if agent is not None and agent.connected else None
-
-    def _origin_is_there(self) -> bool | None:
-        runs = self._node.root / "runs"
-        return True if any(runs.glob("*/v/0/origin/manifest")) and any(runs.glob("*/layout/*")) else None
 
     # The watcher's thread.
 
@@ -221,8 +187,7 @@ class Follower:
 
     def _look(self) -> None:
         """Submit what the node directory says is to be done."""
-        ready, request = self._ready(), self._node.request.read()
-        error = next((rank.error for rank in self._node.ranks().values() if rank.error is not None), None)
+        ready, request, error = self._ready(), self._node.request.read(), self._first_rank_error()
         if error is not None and error.error == CorruptData.__name__:
             self._agent.renew()
         if ready is not None:
@@ -251,18 +216,28 @@ class Follower:
         stage_ms = max(rank.stage_ms for rank in ranks)
         return Ready(wanted.key, Manifest.decode(data, None), wanted.fetch_ms, stage_ms)
 
+    def _first_rank_error(self) -> ErrorInfo | None:
+        return next((rank.error for rank in self._node.ranks().values() if rank.error is not None), None)
+
     def _submit(self, job: Callable[[], None]) -> None:
         """Have the core's thread run `job` between two steps."""
         self._busy.set()
         if self._has_loop:
-            self._core.input_queue.put_nowait((JOB, job))
+            self._core.input_queue.put_nowait((JOB, partial(self._run, job)))
         else:
             self._jobs.append(job)
 
     # Jobs, on the core's thread.
 
+    def _run(self, job: Callable[[], None]) -> None:
+        if not self._stop.is_set():  # else the engine may be another follower's by now
+            job()
+
+    def _may_step(self) -> bool:
+        return self.status.condition == "exact" and (self.status.version or 0) >= self.least
+
     def _activate(self, ready: Ready) -> None:
-        if self._config.in_flight == "drain" and not self._drained():
+        if self._config.in_flight == "drain" and self._may_step() and not self._drained():
             from vllm.v1.core.sched.interface import PauseState
 
             self._drain_until = time.monotonic() + self._config.drain_timeout
@@ -277,8 +252,6 @@ class Follower:
         return not self._core.scheduler.running and not self._core.batch_queue
 
     def _end_drain(self) -> None:
-        from vllm.v1.core.sched.interface import PauseState
-
         if self._draining is None:
             return
         if not self._drained():
@@ -287,11 +260,16 @@ class Follower:
             waited, running = self._config.drain_timeout, len(self._core.scheduler.running)
             logger.warning("%d requests are running still after %d s of drain: they go on across", running, waited)
         ready, self._draining = self._draining, None
-        if self._core.scheduler.pause_state == PauseState.PAUSED_NEW:  # else its owner has paused or resumed it since
-            self._core.scheduler.set_pause_state(self._paused)
+        self._end_pause()
         self._activate_now(ready)
         # An idle core is about to wait for input, and would not notice that requests can be scheduled again.
         self._submit(self._busy.clear)
+
+    def _end_pause(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self._core.scheduler.pause_state == PauseState.PAUSED_NEW:  # else its owner has paused or resumed it since
+            self._core.scheduler.set_pause_state(self._paused)
 
     def _activate_now(self, ready: Ready) -> None:
         """One activation: the engine makes no step while this runs."""
@@ -393,14 +371,15 @@ class Follower:
         replies = self._call("export", str(folder / f"{self._config.engine_id}-v{self.status.version}.safetensors"))
         return all(reply["ok"] for reply in replies), "; ".join(_outcome(reply) for reply in replies)
 
-    def _wait_for_anchor(self) -> None:
-        """An engine without a loop of its own waits here for the anchor, since its caller would only spin."""
+    def _wait_to_step(self) -> None:
+        """An engine without a loop of its own waits here until it may step, since its caller would only spin."""
         deadline = time.monotonic() + self._config.start_timeout
-        while self.status.condition != "exact":
+        while not self._may_step():
             if time.monotonic() > deadline:
-                raise UnknownState(
-                    f"no anchor came within {self._config.start_timeout} s; publish one: {self.status.error}"
-                )
+                waited = f"within {self._config.start_timeout} s"
+                if self.status.condition == "unknown":
+                    raise UnknownState(f"no anchor came {waited}; publish one: {self.status.error}")
+                raise DeadlineExceeded(f"version {self.least} did not come {waited}: {self.status.error}")
             self._stop.wait(_POLL_S)
             while self._jobs:
                 self._jobs.popleft()()

@@ -22,6 +22,7 @@ def install() -> None:
     _wrap(EngineCore, "step_with_batch_queue", _step)
     _wrap(EngineCore, "shutdown", _shutdown)
     _wrap(EngineCoreProc, "_handle_client_request", _handle)
+    EngineCore.sparrow_follow = _follow
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -38,10 +39,17 @@ def _start(original: Any, core: Any, vllm_config: Any) -> Any:
     """The model is loaded and warm, nothing is served yet: the moment to find the trainer and catch up with it."""
     result = original(core, vllm_config)
     if plugin.follows_by_itself(vllm_config):
-        from sparrowrl.vllm_worker_ext.follower import Follower
+        from sparrowrl.vllm_worker_ext.start import start
 
-        core.sparrow = Follower.start(core)
+        core.sparrow = start(core)
     return result
+
+
+def _follow(core: Any, settings: Any) -> Any:
+    """Follow the run that `settings` describe (docs/protocol.md section 5); the answer says what failed."""
+    from sparrowrl.vllm_worker_ext.told import follow
+
+    return follow(core, settings)
 
 
 def _preprocess(original: Any, core: Any, request: Any) -> Any:
@@ -63,7 +71,7 @@ def _step(original: Any, core: Any) -> Any:
     follower = getattr(core, "sparrow", None)
     if follower is None:
         return original(core)
-    if not follower.before_step():
+    if not follower.before_step() and not core.batch_queue:
         return {}, False
     with follower.scheduling():
         outputs, executed = original(core)
