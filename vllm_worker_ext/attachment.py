@@ -48,13 +48,16 @@ class Attachment:
             totals[n] = sum(int(part) for part in sums) & U64_MASK
         return totals
 
-    def carry(self) -> None:
-        """Have the model's own loader bring what the mirrors hold into the engine, and prove that it can."""
+    def carry(self, held: bool = True) -> None:
+        """Have the model's own loader bring what the mirrors hold into the engine, and prove that it can.
+
+        As long as that is not proved, `held` says whether the engine holds the very weights of the mirrors.
+        """
         if self.reload is None:
             return
         with without_lora(self.model):
             if self.digest is None:
-                self.digest = self.reload.prove(self.placement.mirrored)
+                self.digest = self.reload.prove(self.placement.mirrored, held)
                 return
             self.reload.run_all(self.placement.mirrored())
             self.digest = self.reload.digest()

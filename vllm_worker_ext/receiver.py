@@ -378,7 +378,7 @@ class Receiver:
         try:
             for write in staged.writes:
                 write.do(live[write.live])
-            self._attachment.carry()
+            self._attachment.carry(held=False)
         finally:
             self._attachment.placement.mark_written()
         manifest = staged.manifest

@@ -139,22 +139,24 @@ class Reload:
             total.update(_bytes(part.tensor).numpy().data)
         return total.digest()
 
-    def prove(self, weights: Callable[[], Weights]) -> bytes:
+    def prove(self, weights: Callable[[], Weights], held: bool = True) -> bytes:
         """Prove that `run` writes every byte; `weights()` must be those that the engine holds. Returns the digest.
 
         Twice all tensors, and all memory that is allocated on the way, are filled with a pattern before a reload, the
         second time with its inverse. Raises PlacementError, naming the tensors that are not what they were; they are
-        put back then. Takes host memory for a copy of all tensors.
+        put back then. Takes host memory for a copy of all tensors. If the weights are not `held`, they are from then
+        on; each reload must then make the same of them, as there is nothing else to compare it with.
         """
         parts = self._parts()
         kept = {name: _bytes(part.tensor) for name, part in parts.items()}
         saved = [_Saved(known.module) for known in (*self._plain, *self._processed)]
         try:
+            wanted = kept if held else self._make_first(weights, parts)
             for byte in _PATTERNS:
-                _check_none(self._try_ways(weights, parts, kept, byte))
+                _check_none(self._try_ways(weights, parts, wanted, byte, held))
             if not all(known.own for known in self._processed):
                 self._run((), first=False)
-                _check_none(self._wrong(parts, kept))
+                _check_none(self._wrong(parts, wanted))
         except _LOADER_ERRORS as error:
             _put_back(saved, parts, kept)
             raise PlacementError(
@@ -166,13 +168,25 @@ class Reload:
             raise
         return self.digest()
 
+    def _make_first(self, weights: Callable[[], Weights], parts: dict[str, _Part]) -> dict[str, Tensor]:
+        """Load weights that the engine has never held, finding out how; returns the bytes of all tensors after it."""
+        made: dict[str, Tensor] = {}
+        for byte in (*_PATTERNS, _PATTERNS[0]):
+            self._unseen |= self._processed_of(self._try(weights, parts, made, byte), parts)
+            made = {name: _bytes(part.tensor) for name, part in parts.items()}
+        return made
+
+    def _processed_of(self, names: Iterable[str], parts: dict[str, _Part]) -> set[torch.nn.Module]:
+        known = {known.module for known in self._processed}
+        return {parts[name].module for name in names if name in parts} & known
+
     def _try_ways(
-        self, weights: Callable[[], Weights], parts: dict[str, _Part], kept: dict[str, Tensor], byte: int
+        self, weights: Callable[[], Weights], parts: dict[str, _Part], kept: dict[str, Tensor], byte: int, held: bool
     ) -> list[str]:
         """Reload, finding out how where need be; the names of the tensors that are wrong after it."""
         wrong = self._try(weights, parts, kept, byte)
         known = {known.module: known for known in self._processed}
-        if unseen := {parts[n].module for n in wrong if n in parts and parts[n].module in known} - self._unseen:
+        if held and (unseen := self._processed_of(wrong, parts) - self._unseen):
             self._unseen |= unseen
             wrong = self._try(weights, parts, kept, byte)
             if fixed := {module for module in unseen if self._is_fixed(known[module])}:

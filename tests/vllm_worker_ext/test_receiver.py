@@ -303,6 +303,27 @@ def test_an_engine_with_other_weights_is_unknown_until_an_anchor(
     b.fetched.node.remove()
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "gpt-oss"])
+def test_an_engine_without_weights_is_unknown_until_an_anchor(
+    kind: str, engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
+) -> None:
+    """Its padding is random, so even where no weight is opaque to others, its embedding is reloaded."""
+    folder, weights = checkpoint(kind)
+    llm = engine(folder, load_format="dummy", worker_extension_cls=EXTENSION)
+    b = Bench(llm, folder, weights, tmp_path, anchor_every=1)
+    reply = b.attach()
+    assert reply["ok"] and reply["condition"] == "unknown"
+    b.trainer.step()
+    assert b.call("activate", b.stage(1, "anchor.dense"))["ok"]
+    new = b.trainer.step()
+    assert b.call("activate", b.stage(2, "1.fast"))["ok"]
+    b.assert_holds(new, 2)
+    fresh = engine(save_checkpoint(folder, tmp_path / "fresh", new))
+    assert generate(llm, PROMPTS) == generate(fresh, PROMPTS)
+    b.receiver.close()
+    b.fetched.node.remove()
+
+
 def test_experts_that_are_packed_unseen_are_caught_by_the_first_proof(
     engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

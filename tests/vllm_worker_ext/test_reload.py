@@ -112,6 +112,27 @@ def test_reloaded_is_as_loaded(
         assert served.answers() == answers
 
 
+@pytest.mark.parametrize(("family", "arguments"), CASES)
+def test_weights_that_an_engine_never_held(
+    serve: Callable[..., Served], tmp_path: Path, family: str, arguments: dict[str, Any]
+) -> None:
+    arguments = {**arguments, **FAMILIES[family].arguments}
+    make_model(tmp_path / family, family)
+    new = [others(tmp_path / family, seed) for seed in range(2)]
+    digests = []
+    for seed, weights in enumerate(new):
+        fresh = serve(save_checkpoint(tmp_path / family, tmp_path / str(seed), weights), **arguments)
+        digests.append(fresh.reload.digest())
+        fresh.stop()
+    served = serve(family, load_format="dummy", **arguments)
+    addresses = served.addresses()
+    with pytest.raises(PlacementError, match="expected a reload"):
+        served.reload.prove(new[0].items)
+    assert served.reload.prove(new[0].items, held=False) == digests[0]
+    served.reload.run_all(new[1].items())
+    assert served.reload.digest() == digests[1] and served.addresses() == addresses
+
+
 def test_only_the_modules_that_got_weights_change(serve: Callable[..., Served], tmp_path: Path) -> None:
     served = serve("qwen3-moe")
     served.reload.prove(served.own_weights)
@@ -179,18 +200,20 @@ def test_a_loader_that_forgets_is_caught(serve: Callable[..., Served]) -> None:
     served = serve("qwen3-moe")
     before = served.bits()
     forgotten = [(name, t) for name, t in served.own_weights() if "layers.0.mlp.experts.2.up_proj" not in name]
-    with pytest.raises(PlacementError, match=rf"{EXPERTS}\.w13_weight"):
-        served.reload.prove(lambda: forgotten)
-    assert same(served.bits(), before)
+    for held in (True, False):
+        with pytest.raises(PlacementError, match=rf"{EXPERTS}\.w13_weight"):
+            served.reload.prove(lambda: forgotten, held)
+        assert same(served.bits(), before)
 
 
 def test_a_module_that_gets_nothing_is_caught(serve: Callable[..., Served]) -> None:
     served = serve("qwen3-moe")
     before = served.bits()
     rest = [(name, t) for name, t in served.own_weights() if "layers.0.mlp.experts." not in name]
-    with pytest.raises(PlacementError, match=rf"{EXPERTS}\.w13_weight"):
-        served.reload.prove(lambda: rest)
-    assert same(served.bits(), before)
+    for held in (True, False):
+        with pytest.raises(PlacementError, match=rf"{EXPERTS}\.w13_weight"):
+            served.reload.prove(lambda: rest, held)
+        assert same(served.bits(), before)
 
 
 def test_processing_that_is_not_repeated_is_caught(
