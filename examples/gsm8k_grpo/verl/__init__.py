@@ -1,0 +1,1 @@
+"""GRPO with verl: scripts for GPUs, and the same at a tiny scale on a CPU (README.md)."""
