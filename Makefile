@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo test test-slow test-frameworks test-vllm024 test-gpu matrix check bench clean
+.PHONY: install demo verl-demo test test-slow test-frameworks test-frameworks-slow test-vllm024 test-gpu matrix check bench clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -34,9 +34,17 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
 
+# verl on a CPU: two FSDP2 ranks and an engine, six synced steps of a tiny model.
+verl-demo: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m sparrowrl.examples.gsm8k_grpo.verl.cpu $(ARGS)
+
 # verl's plugin, and the engine side on an older vLLM that verl works with; without a GPU only.
 test-frameworks: .venv-frameworks/.installed
-	.venv-frameworks/bin/pytest tests/verl_plugin tests/vllm_worker_ext -m "not slow and not gpu" $(ARGS)
+	.venv-frameworks/bin/pytest tests/verl_plugin tests/vllm_worker_ext \
+		-m "not slow and not gpu" $(ARGS)
+
+test-frameworks-slow: .venv-frameworks/.installed
+	.venv-frameworks/bin/pytest tests/verl_plugin -m "slow and not gpu" $(ARGS)
 
 # Not part of CI, for its size: 6 GB, since it may have to take torch's CUDA build.
 test-vllm024: .venv-vllm024/.installed
