@@ -40,7 +40,7 @@ verl-demo: .venv-frameworks/.installed
 
 # verl's plugin, and the engine side on an older vLLM that verl works with; without a GPU only.
 test-frameworks: .venv-frameworks/.installed
-	.venv-frameworks/bin/pytest tests/verl_plugin tests/vllm_worker_ext \
+	.venv-frameworks/bin/pytest tests/verl_plugin tests/examples/test_verl_example.py tests/vllm_worker_ext \
 		-m "not slow and not gpu" $(ARGS)
 
 test-frameworks-slow: .venv-frameworks/.installed

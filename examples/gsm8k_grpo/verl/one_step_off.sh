@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# GRPO on GSM8K with verl's one-step-off trainer: it trains on one batch while the engines sample the next.
+# Data, once, from GSM8K's own files, for train and for test:
+#   python3 -m sparrowrl.examples.gsm8k_grpo.verl.data train.jsonl ~/data/gsm8k/train.parquet
+# Arguments are verl's own overrides and win over those below.
+set -euo pipefail
+DATA=${DATA:-$HOME/data/gsm8k}
+MODEL=${MODEL:-Qwen/Qwen3-0.6B}
+TRAINER_GPUS=${TRAINER_GPUS:-6}
+ENGINE_GPUS=${ENGINE_GPUS:-2}
+
+arguments=(
+    hydra.searchpath=[pkg://verl.trainer.config]
+
+    # SparrowRL: the first line is all that it needs; docs/verl.md says what the others are for.
+    actor_rollout_ref.rollout.checkpoint_engine.backend=sparrow
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=sparrowrl.verl_plugin
+    actor_rollout_ref.rollout.load_format=auto
+
+    algorithm.adv_estimator=grpo
+    data.train_files="$DATA/train.parquet"
+    data.val_files="$DATA/test.parquet"
+    data.train_batch_size=192
+    data.max_prompt_length=512
+    data.max_response_length=1024
+    actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.hybrid_engine=False
+
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=192
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
+    actor_rollout_ref.actor.use_kl_loss=False
+    trainer.nnodes=1
+    trainer.n_gpus_per_node="$TRAINER_GPUS"
+
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=8
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.8
+    actor_rollout_ref.rollout.calculate_log_probs=True
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+    rollout.nnodes=1
+    rollout.n_gpus_per_node="$ENGINE_GPUS"
+
+    trainer.project_name=sparrowrl
+    trainer.experiment_name=gsm8k_one_step_off
+    trainer.total_epochs=2
+)
+exec python3 -m verl.experimental.one_step_off_policy.main_ppo "${arguments[@]}" "$@"
