@@ -268,3 +268,29 @@ def test_engines_with_random_weights_get_an_anchor(
     assert anchors == ([0] if load_format == "dummy" else [])
     stop_replica(replica)
     job.end()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_started_again_goes_on_in_its_journal(cluster: None, model: Path, tmp_path: Path) -> None:
+    """Its trainer comes back with other weights than it had last, and its engine with version 0."""
+    first = Job(model, tmp_path / "journal", audit_every=1)
+    replica = start_replica(first, 10)
+    manager = first.manager(replica)
+    for step in range(3):
+        first.trainer.perturb(0.02, step)
+        manager.update_weights(step)
+    stop_replica(replica)
+    first.end()
+    second = Job(model, tmp_path / "journal", audit_every=1)
+    second.trainer.perturb(0.02, 99)
+    replica = start_replica(second, 11)
+    manager = second.manager(replica)
+    metrics = manager.update_weights(50)
+    assert metrics["sparrow/version"] == 3
+    assert_synced(metrics)
+    second.trainer.perturb(0.02, 100)
+    assert_synced(manager.update_weights(51))
+    assert second.published_from_anchor(4).keys() == second.full().keys()
+    assert ray.get(generate(replica), timeout=60).extra_fields["global_steps"] == 51
+    stop_replica(replica)
+    second.end()

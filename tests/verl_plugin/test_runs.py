@@ -30,7 +30,8 @@ def test_one_step_off_trains_as_with_verls_own_full_tensors(tmp_path: Path) -> N
 
 
 def test_fully_async_syncs_with_requests_in_flight(tmp_path: Path) -> None:
-    done = run(tmp_path, "fully_async", *LONG_COMPLETIONS, steps=8)
+    ahead = "async_training.staleness_threshold=3"  # else the engine idles until the next sync
+    done = run(tmp_path, "fully_async", *LONG_COMPLETIONS, ahead, steps=8)
     done.assert_exact()
     assert any(each["requests_in_flight"] > 0 for each in done.activations(0))
     assert all(sample["stop"] == "completed" for sample in done.samples)
