@@ -2,6 +2,8 @@
 # GRPO on GSM8K with verl's fully asynchronous trainer: engines never stop sampling, and weights change under them.
 # Data, once, from GSM8K's own files, for train and for test:
 #   python3 -m sparrowrl.examples.gsm8k_grpo.verl.data train.jsonl ~/data/gsm8k/train.parquet
+# or in a clone of verl, which downloads them:
+#   python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Arguments are verl's own overrides and win over those below.
 set -euo pipefail
 DATA=${DATA:-$HOME/data/gsm8k}
@@ -10,7 +12,7 @@ TRAINER_GPUS=${TRAINER_GPUS:-4}
 ENGINE_GPUS=${ENGINE_GPUS:-4}
 
 arguments=(
-    hydra.searchpath=[pkg://verl.trainer.config]
+    "hydra.searchpath=[pkg://verl.trainer.config]"
 
     # SparrowRL: the first line is all that it needs; docs/verl.md says what the others are for.
     actor_rollout_ref.rollout.checkpoint_engine.backend=sparrow
@@ -54,6 +56,7 @@ arguments=(
     async_training.require_batches=1
     async_training.partial_rollout=True
 
+    "trainer.logger=[console]"  # verl's default also wants an account at wandb
     trainer.project_name=sparrowrl
     trainer.experiment_name=gsm8k_fully_async
     trainer.total_epochs=2

@@ -2,6 +2,8 @@
 # GRPO on GSM8K with verl's one-step-off trainer: it trains on one batch while the engines sample the next.
 # Data, once, from GSM8K's own files, for train and for test:
 #   python3 -m sparrowrl.examples.gsm8k_grpo.verl.data train.jsonl ~/data/gsm8k/train.parquet
+# or in a clone of verl, which downloads them:
+#   python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Arguments are verl's own overrides and win over those below.
 set -euo pipefail
 DATA=${DATA:-$HOME/data/gsm8k}
@@ -10,7 +12,7 @@ TRAINER_GPUS=${TRAINER_GPUS:-6}
 ENGINE_GPUS=${ENGINE_GPUS:-2}
 
 arguments=(
-    hydra.searchpath=[pkg://verl.trainer.config]
+    "hydra.searchpath=[pkg://verl.trainer.config]"
 
     # SparrowRL: the first line is all that it needs; docs/verl.md says what the others are for.
     actor_rollout_ref.rollout.checkpoint_engine.backend=sparrow
@@ -44,6 +46,7 @@ arguments=(
     rollout.nnodes=1
     rollout.n_gpus_per_node="$ENGINE_GPUS"
 
+    "trainer.logger=[console]"  # verl's default also wants an account at wandb
     trainer.project_name=sparrowrl
     trainer.experiment_name=gsm8k_one_step_off
     trainer.total_epochs=2

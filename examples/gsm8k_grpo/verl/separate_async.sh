@@ -2,6 +2,8 @@
 # GRPO on GSM8K with verl's v1 trainer and engines on GPUs of their own.
 # Data, once, from GSM8K's own files, for train and for test:
 #   python3 -m sparrowrl.examples.gsm8k_grpo.verl.data train.jsonl ~/data/gsm8k/train.parquet
+# or in a clone of verl, which downloads them:
+#   python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Arguments are verl's own overrides and win over those below.
 set -euo pipefail
 DATA=${DATA:-$HOME/data/gsm8k}
@@ -14,6 +16,9 @@ arguments=(
     actor_rollout_ref.rollout.checkpoint_engine.backend=sparrow
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=sparrowrl.verl_plugin
     actor_rollout_ref.rollout.load_format=auto
+
+    # verl 0.9.1 fails on a line that it logs at INFO, its default, if hybrid_engine=False.
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL=WARNING
 
     trainer.use_v1=True
     trainer.v1.trainer_mode=separate_async
@@ -46,6 +51,7 @@ arguments=(
     actor_rollout_ref.rollout.nnodes=1
     actor_rollout_ref.rollout.n_gpus_per_node="$ENGINE_GPUS"
 
+    "trainer.logger=[console]"  # verl's default also wants an account at wandb
     trainer.project_name=sparrowrl
     trainer.experiment_name=gsm8k_separate_async
     trainer.total_epochs=2
