@@ -102,6 +102,9 @@ def learn(
         plan = make_plan(trace, own_or_missed, census.partial)
         placement = place(trace, plan, derived)
         census = take(layout, ranks.share(f"{event}-held-again", holdings(placement), within), unused)
+        if census.partial:
+            names = [layout.tensors[n].name for n in sorted(census.partial)]
+            raise PlacementError(f"{names[0]}: expected all ranks to keep a mirror of it, got one that cannot")
     again = [*own, *derived]
     plain = [module for module in plan.modules if module not in again]
     with without_lora(model):

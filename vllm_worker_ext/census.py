@@ -25,7 +25,8 @@ class Census:
 
     `counted` bool[ranks, tensors]: whose parts add up to the fingerprint. `like` int[ranks, tensors]: the counted rank
     that holds the same weights, -1 for a rank that holds nothing of the tensor. `partial` are tensors of which the
-    ranks hold something, but not everything. `unused` are those of which nobody holds anything, as the user knows.
+    ranks hold something, but not everything, or of which one rank holds all (in a mirror, say) and another a part.
+    `unused` are those of which nobody holds anything, as the user knows.
     """
 
     layout: Layout
@@ -95,11 +96,13 @@ def take(layout: Layout, ranks: Sequence[bytes], unused: Sequence[str]) -> Censu
                     "engine has no use for it, say so in SPARROWRL_UNUSED"
                 )
             left_out.add(n)
-        elif list(first) != [(((spec.numel,), (1,), 0),)]:
+        elif list(first) != [whole := (((spec.numel,), (1,), 0),)]:
             covered = marks(spec.numel, [region for some in first for region in some])
-            if covered is None:
+            if covered is None and whole in first:
+                partial.add(n)
+            elif covered is None:
                 raise PlacementError(f"{spec.name}: expected ranks to hold the same weights or none in common")
-            if not covered.all():
+            elif not covered.all():
                 partial.add(n)
     return Census(layout, counted, like, frozenset(partial), frozenset(left_out))
 

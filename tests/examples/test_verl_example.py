@@ -176,7 +176,8 @@ def test_progress_counts_steps_and_those_that_were_not_proved(tmp_path: Path) ->
 
 def test_last_words_are_the_causes_and_the_end_without_a_plain_prefix(tmp_path: Path) -> None:
     log = tmp_path / "verl.log"
-    log.write_text("(Worker pid=7) ValueError: the cause\n" + "noise\n" * 9 + "the end\n")
+    coloured = "\x1b[36m(Worker pid=8)\x1b[0m KeyError: another\n"
+    log.write_text("(Worker pid=7) ValueError: the cause\n" + coloured + "noise\n" * 9 + "the end\n")
     words = last_words(log)
-    assert words[:2] == [f"{log} says:", "ValueError: the cause"]
+    assert words[:3] == [f"{log} says:", "ValueError: the cause", "KeyError: another"]
     assert words[-1] == "the end"

@@ -14,6 +14,7 @@ from sparrowrl.vllm_worker_ext.census import take
 LAYOUT = Layout([TensorSpec("k", "BF16", (4, 3)), TensorSpec("norm", "BF16", (5,))])
 WHOLE_K, WHOLE_NORM = ((12,), (1,), 0), ((5,), (1,), 0)
 UPPER, LOWER = ((6,), (1,), 0), ((6,), (1,), 6)
+MORE = ((8,), (1,), 0)
 LEFT, RIGHT = ((4,), (3,), 0), ((4, 2), (3, 1), 1)
 NOTHING: list[object] = []
 
@@ -56,6 +57,11 @@ def test_what_is_held_in_part_is_said() -> None:
     assert take(LAYOUT, [holding(UPPER, WHOLE_NORM)], ()).partial == {0}
 
 
+def test_a_part_beside_the_whole_is_said() -> None:
+    """One rank keeps a mirror of it, and another does not: then all must."""
+    assert take(LAYOUT, [holding(UPPER, WHOLE_NORM), holding(WHOLE_K, WHOLE_NORM)], ()).partial == {0}
+
+
 def test_overlapping_but_different_holdings_are_refused() -> None:
     with pytest.raises(PlacementError, match="k: expected ranks to hold the same"):
-        take(LAYOUT, [holding(UPPER, WHOLE_NORM), holding(WHOLE_K, WHOLE_NORM)], ())
+        take(LAYOUT, [holding(UPPER, WHOLE_NORM), holding(MORE, WHOLE_NORM)], ())

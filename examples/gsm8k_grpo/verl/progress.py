@@ -14,7 +14,8 @@ Cell = Callable[[Metrics], str]
 _STEP = "training/global_step"
 _PROVED = "sparrow/fingerprints_ok"
 _MISSING = "-"
-_RAY_PREFIX = re.compile(r"\x1b\[\d+m|^\([^)]*pid=\d+[^)]*\) ?")
+# Ray colours what it puts before a line, in a file too.
+_RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)*\([^)]*pid=\d+[^)]*\)(?:\x1b\[\d+m)* ?|\x1b\[\d+m")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Unsupported|Exceeded|Mismatch|Died): .+")
 _CAUSES = 3
 _LAST_LINES = 6
