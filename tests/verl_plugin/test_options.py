@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("verl")  # with which comes what the plugin needs
+
 from sparrowrl.errors import ConfigError
 from sparrowrl.verl_plugin.options import KEY, Options
 
