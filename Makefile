@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo verl-demo test test-slow test-frameworks test-frameworks-slow test-vllm024 test-gpu matrix check bench clean
+.PHONY: install demo verl-demo test test-slow test-frameworks test-frameworks-slow test-vllm024 test-gpu matrix check bench bench-verl clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -69,6 +69,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/apply.py
+
+# verl's syncs beside its own way, six minutes.
+bench-verl: .venv-frameworks/.installed
+	.venv-frameworks/bin/python benchmarks/verl.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs
