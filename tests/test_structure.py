@@ -18,7 +18,7 @@ FLOORS = (
     {"kernels"},
     {"delta"},
     {"transport", "rollout"},
-    {"vllm_worker_ext"},
+    {"vllm_worker_ext", "job"},
     {"verl_plugin", "openrlhf_plugin", "examples", "cli"},
 )
 FRAMEWORKS = {"vllm", "verl", "openrlhf", "ray", "transformers"}

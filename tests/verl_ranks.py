@@ -77,7 +77,7 @@ class EngineStandIn:
         return self._condition
 
     async def sparrow_reach(
-        self, version: int, global_steps: int | None, seconds: float, has_anchor: bool
+        self, version: int, state: str, global_steps: int | None, seconds: float, has_anchor: bool
     ) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while self._stuck_at == version or (newest := await self._newest()) is None or newest < version:

@@ -17,10 +17,10 @@ from verl.checkpoint_engine.base import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 
 from sparrowrl.errors import DeadlineExceeded, EngineDied, SparrowError
-from sparrowrl.verl_plugin import hooks
-from sparrowrl.verl_plugin.metrics import of_sync
-from sparrowrl.verl_plugin.options import Options
-from sparrowrl.verl_plugin.server import Report
+from sparrowrl.job.metrics import of_sync
+from sparrowrl.job.replica import Report
+from sparrowrl.job.trainer_rank import Run, Sent, follow_settings
+from sparrowrl.verl_plugin import hooks, support
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ class SparrowManager(CheckpointEngineManager):  # type: ignore[misc]
         hooks.check_usable()
         super().__init__(config, actor_wg, replicas)
         self.report: Callable[[Metrics], None] | None = None
-        self._options = Options.from_mapping(config.engine_kwargs.get(hooks.BACKEND) or {})
-        self._run: dict[str, Any] | None = None
+        self._options = support.options(config.engine_kwargs.get(hooks.BACKEND) or {})
+        self._run: Run | None = None
         self._has_anchor = False
         self._followers: set[Any] = set()  # servers whose engines follow the run
-        self._newest: tuple[int, int | None] | None = None  # version, and verl's global_steps
+        self._newest: tuple[int, str, int | None] | None = None  # version, state, and verl's global_steps
 
     @auto_await  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int | None = None) -> Metrics:
@@ -55,7 +55,7 @@ class SparrowManager(CheckpointEngineManager):  # type: ignore[misc]
         if self._run is None:
             self._run = await self._open()
         published = await self._publish(global_steps)
-        self._newest = (published["version"], global_steps)
+        self._newest = (published["version"], published["state"], global_steps)
         reports = await self._reach(self.replicas, *self._newest)
         metrics = {**published["metrics"], **of_sync(reports, time.monotonic() - began)}
         if self.report is not None:
@@ -69,29 +69,29 @@ class SparrowManager(CheckpointEngineManager):  # type: ignore[misc]
         if self._newest is not None:
             await self._reach(replicas, *self._newest)
 
-    async def _open(self) -> dict[str, Any]:
+    async def _open(self) -> Run:
         """Have rank 0 of the trainer begin the run, and the others join it."""
         hosts = [answer["host"] for answer in await self._trainer("prepare")]
         servers = [replica.servers[0] for replica in self.replicas]
         elsewhere = set(await self._all("the servers' names", (s.sparrow_host.remote() for s in servers))) - {hosts[0]}
-        run: dict[str, Any] = (await self._trainer("open_run", hosts, bool(elsewhere)))[0]
+        run: Run = (await self._trainer("open_run", hosts, bool(elsewhere)))[0]
         await self._trainer("join_run", run, hosts)
         return run
 
-    async def _publish(self, global_steps: int | None) -> dict[str, Any]:
+    async def _publish(self, global_steps: int | None) -> Sent:
         refs = self.actor_wg.update_weights(global_steps=global_steps, mode=hooks.BACKEND)
         results = await self._all("the trainer to publish", refs)
-        published: dict[str, Any] = next(result for result in results if result)
+        published: Sent = next(result for result in results if result)
         self._has_anchor |= published["kind"] == "anchor" or bool(published["metrics"].get("sparrow/anchor"))
         return published
 
-    async def _reach(self, replicas: list[Any], version: int, global_steps: int | None) -> list[Report]:
+    async def _reach(self, replicas: list[Any], version: int, state: str, global_steps: int | None) -> list[Report]:
         """Have replicas follow, and wait until they have the version; an anchor is written if one cannot do without."""
         servers = [replica.servers[0] for replica in replicas]
         await self._all("new replicas to follow", (self._follow(server) for server in servers))
 
         def wait(has_anchor: bool) -> Iterable[Awaitable[Report]]:
-            arguments = (version, global_steps, self._options.timeout, has_anchor)
+            arguments = (version, state, global_steps, self._options.timeout, has_anchor)
             return [server.sparrow_reach.remote(*arguments) for server in servers]
 
         reports: list[Report] = await self._all(f"replicas at version {version}", wait(self._has_anchor))
@@ -108,16 +108,7 @@ class SparrowManager(CheckpointEngineManager):  # type: ignore[misc]
         if server in self._followers:
             return
         assert self._run is not None
-        settings = {
-            "hub": self._run["hub"],
-            "credentials": self._run["credentials"],
-            "in_flight": self._options.in_flight,
-            "audit_every": self._options.audit_every,
-            "connections": self._options.connections,
-            "start_timeout": self._options.timeout,
-            "drain_timeout": self._options.timeout,
-        }
-        await server.sparrow_follow.remote(settings)
+        await server.sparrow_follow.remote(follow_settings(self._run, self._options))
         self._followers.add(server)
 
     async def _trainer(self, method: str, *arguments: Any) -> list[Any]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sparrowrl.errors import FrameworkUnsupported
+from sparrowrl.job.options import Options
 from sparrowrl.verl_plugin import hooks
-from sparrowrl.verl_plugin.options import Options
 
+KEY = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.sparrow."
 _ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def options(given: Any) -> Options:
+    """What verl hands on from `checkpoint_engine.engine_kwargs.sparrow`, checked. Raises ConfigError."""
+    return Options.from_mapping(KEY, {"run": "verl", **given} if isinstance(given, Mapping) else given)
 
 
 def check_configuration(config: Any) -> None:
@@ -20,7 +27,7 @@ def check_configuration(config: Any) -> None:
     if rollout.checkpoint_engine.backend != hooks.BACKEND:
         return
     hooks.check_usable()
-    Options.from_mapping((rollout.checkpoint_engine.get("engine_kwargs") or {}).get(hooks.BACKEND) or {})
+    options((rollout.checkpoint_engine.get("engine_kwargs") or {}).get(hooks.BACKEND) or {})
     if config.actor_rollout_ref.hybrid_engine and not _has_standalone_engines(config.trainer):
         raise FrameworkUnsupported(
             "checkpoint_engine.backend=sparrow: expected engines beside the trainer, got a trainer whose engines share "

@@ -89,6 +89,11 @@ class Publisher:
         return self._version
 
     @property
+    def state(self) -> str:
+        """The state id of `version`, in hex; empty while it is not sure, after a publish that failed."""
+        return "" if self._state is None else self._state.hex()
+
+    @property
     def anchored(self) -> int | None:
         """The newest version of which this publisher has written an anchor."""
         return self._anchored

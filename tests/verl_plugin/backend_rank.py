@@ -60,7 +60,7 @@ class Rank:
         dist.broadcast_object_list(run)
         self.backend.join_run(run[0], hosts)
         self.backend.join_run(run[0], hosts)  # a second manager does the same again
-        self.seen["sink"] = type(self.backend._sink).__name__
+        self.seen["sink"] = type(self.backend._rank._sink).__name__
 
     @torch.no_grad()
     def step(self, seed: int, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -104,8 +104,9 @@ class Rank:
 
     def kill_hub(self) -> None:
         if self.rank == 0:
-            assert self.backend._hub is not None
-            process = self.backend._hub._child.process
+            hub = self.backend._rank._hub
+            assert hub is not None
+            process = hub._child.process
             process.kill()
             wait_for(lambda: process.poll() is not None, 20, "the hub's end")
 

@@ -1,16 +1,34 @@
-"""What verl's logger is told about a sync."""
+"""What the framework's logger is told about a sync."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sparrowrl.verl_plugin.server import Report
+from sparrowrl.delta.published import Published
+from sparrowrl.job.replica import Report
+
+
+def of_publish(done: Published, seconds: float, anchor: bool) -> dict[str, float]:
+    """Metrics of one publish that took `seconds`; `anchor` says that the version was (also) written whole."""
+    return {
+        "sparrow/version": float(done.version),
+        "sparrow/density": done.changed / max(done.elements, 1),
+        "sparrow/changed": float(done.changed),
+        "sparrow/payload_bytes": float(done.payload_bytes),
+        "sparrow/bits_per_changed": done.bits_per_changed,
+        "sparrow/publish_s": seconds,
+        "sparrow/diff_s": done.diff_ms / 1000,
+        "sparrow/encode_s": done.encode_ms / 1000,
+        "sparrow/put_s": done.put_ms / 1000,
+        "sparrow/commit_s": done.commit_ms / 1000,
+        "sparrow/anchor": float(anchor),
+    }
 
 
 def of_sync(reports: list[Report], seconds: float) -> dict[str, float]:
     """Metrics of one sync that took `seconds`, from all replicas' reports: the slowest of times, the sum of counts.
 
-    Keys begin with "sparrow/"; docs/verl.md says what each means. Times end in _s (seconds) or _ms (milliseconds).
+    Keys begin with "sparrow/"; docs/jobs.md says what each means. Times end in _s (seconds) or _ms (milliseconds).
     """
     activations = [each for report in reports for each in report["activations"]]
     return {

@@ -1,21 +1,20 @@
-"""The options of verl's backend: what is right, and what each mistake is told."""
+"""The options of a job's run: what is right, and what each mistake is told."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
-pytest.importorskip("verl")  # with which comes what the plugin needs
-
 from sparrowrl.errors import ConfigError
-from sparrowrl.verl_plugin.options import KEY, Options
+from sparrowrl.job.options import Options
+
+KEY = "--sparrow."
 
 
 def test_defaults_and_all_that_can_be_given() -> None:
-    assert Options.from_mapping({}) == Options()
+    assert Options.from_mapping(KEY, {}) == Options(KEY)
     given: dict[str, Any] = {
         "journal_dir": "/data/journal",
         "run": "run-7",
@@ -30,14 +29,14 @@ def test_defaults_and_all_that_can_be_given() -> None:
         "keep_versions": 100,
         "timeout": 60,
     }
-    options = Options.from_mapping(given)
-    assert {field.name: getattr(options, field.name) for field in fields(options)} == given
+    options = Options.from_mapping(KEY, given)
+    assert {name: getattr(options, name) for name in Options.names()} == given
 
 
-def test_what_verl_reads_from_yaml_is_a_mapping_too() -> None:
+def test_what_is_read_from_yaml_is_a_mapping_too() -> None:
     omegaconf = pytest.importorskip("omegaconf")
     config = omegaconf.OmegaConf.create({"journal_dir": None, "timeout": 5})
-    assert Options.from_mapping(config) == Options(timeout=5)
+    assert Options.from_mapping(KEY, config) == Options(KEY, timeout=5)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +46,12 @@ def test_what_verl_reads_from_yaml_is_a_mapping_too() -> None:
 def test_a_key_that_is_none_is_told_the_closest_one_in_full(wrong: str, right: str) -> None:
     said = f"{KEY}{wrong}: there is no such option; write {KEY}{right}"
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
-        Options.from_mapping({"run": "x", wrong: 1})
+        Options.from_mapping(KEY, {"run": "x", wrong: 1})
 
 
 def test_a_key_like_no_other_is_told_all_of_them() -> None:
     with pytest.raises(ConfigError, match=re.escape("xyzzyx: there is no such option") + ".*journal_dir, run, listen"):
-        Options.from_mapping({"xyzzyx": 1})
+        Options.from_mapping(KEY, {"xyzzyx": 1})
 
 
 @pytest.mark.parametrize(
@@ -89,14 +88,14 @@ def test_a_key_like_no_other_is_told_all_of_them() -> None:
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_right(name: str, value: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(KEY + name) + ": expected .*" + re.escape(expected)) as raised:
-        Options.from_mapping({name: value})
+        Options.from_mapping(KEY, {name: value})
     assert f"got {value!r}" in str(raised.value)
 
 
 @pytest.mark.parametrize("value", ["true", 1, ["run"]])
 def test_a_value_where_options_should_be_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="expected options below it"):
-        Options.from_mapping(value)
+        Options.from_mapping(KEY, value)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +114,6 @@ def test_a_value_where_options_should_be_is_refused(value: Any) -> None:
     ],
 )
 def test_what_engines_connect_to(options: dict[str, Any], url: str, only_here: bool) -> None:
-    made = Options.from_mapping(options)
+    made = Options.from_mapping(KEY, options)
     assert made.url(99, own_ip="10.9.9.9") == url
     assert made.only_here is only_here

@@ -31,7 +31,7 @@ class RunDirectory:
         self._reaper: subprocess.Popen[bytes] | None = None
         if journal_dir is None:
             try:
-                self.path = Path(tempfile.mkdtemp(prefix="sparrowrl-verl-"))
+                self.path = Path(tempfile.mkdtemp(prefix="sparrowrl-journal-"))
                 self._reaper = _start_reaper(self.path)
             except OSError as error:
                 raise ConfigError(f"no temporary directory for the journal: {error}; give a journal_dir") from error

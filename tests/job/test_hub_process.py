@@ -17,23 +17,21 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("wrapt")
-
 from helpers import wait_for
 from sparrowrl.config import Credentials
 from sparrowrl.errors import ConfigError, DeadlineExceeded, TransportError
-from sparrowrl.verl_plugin import hub_process
-from sparrowrl.verl_plugin.hub_process import HubProcess
-from sparrowrl.verl_plugin.run_directory import RunDirectory
+from sparrowrl.job import hub_process
+from sparrowrl.job.hub_process import HubProcess
+from sparrowrl.job.run_directory import RunDirectory
 
 SECONDS = 60.0
 
 # Owns a temporary run directory with its hub, says where they are, and waits.
 OWNER = """
 import sys, time
-from sparrowrl.verl_plugin.hub_process import HubProcess
-from sparrowrl.verl_plugin.run_directory import RunDirectory
-directory = RunDirectory(None, "verl")
+from sparrowrl.job.hub_process import HubProcess
+from sparrowrl.job.run_directory import RunDirectory
+directory = RunDirectory(None, "a-run")
 options = {"host": "127.0.0.1", "port": 0, "keep_versions": 0, "start_seconds": 60}
 hub = HubProcess(directory.path, directory.credentials_file, **options)
 print(directory.path, hub.pid, hub.port, flush=True)
@@ -60,7 +58,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., HubProcess]]:
-    directory = RunDirectory(str(tmp_path / "journal"), "verl")
+    directory = RunDirectory(str(tmp_path / "journal"), "a-run")
     hubs: list[HubProcess] = []
 
     def start(**options: Any) -> HubProcess:
