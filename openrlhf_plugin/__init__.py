@@ -1,1 +1,1 @@
-"""OpenRLHF's sync backend. Not written yet."""
+"""OpenRLHF's weight sync by SparrowRL: `--vllm.sync_backend sparrow` (docs/openrlhf.md)."""
