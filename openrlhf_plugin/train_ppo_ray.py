@@ -33,12 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with flags.added(arguments):
             runpy.run_module(_STOCK, run_name="__main__", alter_sys=True)
-    except SparrowError as error:  # Ray raises an error that is also of the class that was raised first
+    except SparrowError as error:
         return _failed(error, 1)
     return 0
 
 
-def _failed(error: SparrowError, status: int) -> int:
+def _failed(error: BaseException, status: int) -> int:
+    """Say it, in one line at the end: what Ray raises, of the first error's class too, tells of all calls."""
+    while (cause := getattr(error, "cause", None)) is not None:
+        sys.stderr.write(f"{error}\n")
+        error = cause
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     return status
 

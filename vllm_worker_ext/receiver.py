@@ -348,11 +348,14 @@ class Receiver:
             self._attachment.carry()
             self._attachment.placement.mark_written()
             self._agree(event)  # the last that can fail: after it the others keep what they have written
-        except BaseException:
-            self._undo(staged, done, digest)
+        except BaseException as error:
+            self._undo(staged, done, digest, error)
             raise
 
-    def _undo(self, staged: Staged, done: list[tuple[Write, Tensor | None]], digest: bytes | None) -> None:
+    def _undo(
+        self, staged: Staged, done: list[tuple[Write, Tensor | None]], digest: bytes | None, reason: BaseException
+    ) -> None:
+        """Put everything back. Raises UnknownState, with the reason too, if that fails."""
         assert self._attachment is not None
         layout, live = self._attachment.placement.layout, self._attachment.placement.live
         try:
@@ -366,7 +369,7 @@ class Receiver:
                     raise FingerprintMismatch("opaque and derived weights: expected the bytes from before, got others")
         except BaseException as error:
             self._held = Held(exact=False)
-            raise UnknownState(f"{staged.artifact.key}: failed, and so did putting it back ({error})") from error
+            raise UnknownState(f"{staged.artifact.key}: {reason}; putting it back failed too: {error}") from error
         finally:
             self._attachment.placement.mark_written()
 
