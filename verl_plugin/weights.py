@@ -116,7 +116,7 @@ def _in_checkpoint(held: dict[str, torch.Tensor | FlatShard], engine: Any) -> Na
             if view is whole:
                 yield piece, tensor
             elif view._base is whole and view.is_contiguous():
-                yield piece, _cut(_flat(name, tensor), view.storage_offset(), tuple(view.shape))
+                yield piece, _flat(name, tensor).part(view.storage_offset(), tuple(view.shape))
             else:
                 raise LayoutError(f"{piece}: expected verl to take a range of the elements of {name}, got a copy")
 
@@ -130,14 +130,6 @@ def _flat(name: str, tensor: torch.Tensor | FlatShard) -> FlatShard:
             f"{name}: expected shards along its first dimension, to split it into experts, got {shard.box}"
         )
     return FlatShard(shard.spec.shape, shard.box.start, shard.local.reshape(-1), shard.first)
-
-
-def _cut(flat: FlatShard, begin: int, shape: tuple[int, ...]) -> FlatShard:
-    """What `flat` holds of the tensor of `shape` whose elements are those from `begin` on."""
-    start = max(begin, flat.start)
-    end = max(start, min(begin + torch.Size(shape).numel(), flat.start + flat.local.numel()))
-    local = flat.local[start - flat.start : end - flat.start]
-    return FlatShard(shape, start - begin if local.numel() else 0, local, flat.first)
 
 
 def _slices(stream: Iterable[tuple[str, torch.Tensor]], config: Any) -> NamedShards:

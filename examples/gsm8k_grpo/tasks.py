@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,6 +18,8 @@ REWARD_MARKED = 0.2
 REWARD_NUMBER = 0.1
 
 INSTRUCTION = "Solve the problem in one or two short steps. End with #### and the number."
+# For trainers whose prompts are one message each.
+APPENDED_INSTRUCTION = 'Think step by step and write the final answer after "####".'
 SHOWN_QUESTION = "A jar holds 12 cookies. Ann eats 3 and her brother eats 2. How many cookies are left?"
 SHOWN_ANSWER = "They eat 3+2=5 cookies. 12-5=7 are left.\n#### 7"
 
@@ -66,6 +69,13 @@ def _problem(line: str, where: str) -> Problem:
     if not isinstance(question, str) or answer is None:
         raise ConfigError(f"{where}: expected an answer that ends with '#### <number>', got {raw['answer'][-60:]!r}")
     return Problem(question, answer)
+
+
+def sums(count: int, seed: int) -> list[Problem]:
+    """Problems for a model that knows nothing: sums of two digits."""
+    digits = random.Random(seed)
+    pairs = [(digits.randint(1, 4), digits.randint(1, 4)) for _ in range(count)]
+    return [Problem(f"{left} + {right} = ?", Decimal(left + right)) for left, right in pairs]
 
 
 def messages(problem: Problem) -> list[dict[str, str]]:

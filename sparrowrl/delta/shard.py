@@ -27,6 +27,13 @@ class FlatShard:
     local: torch.Tensor
     first: bool = True
 
+    def part(self, begin: int, shape: tuple[int, ...]) -> FlatShard:
+        """What is held here of the tensor of `shape` whose elements are those of this one from `begin` on."""
+        start = max(begin, self.start)
+        end = max(start, min(begin + math.prod(shape), self.start + self.local.numel()))
+        local = self.local[start - self.start : end - self.start]
+        return FlatShard(shape, start - begin if local.numel() else 0, local, self.first)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:

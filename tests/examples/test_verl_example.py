@@ -18,9 +18,11 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from sparrowrl.errors import ConfigError
+from sparrowrl.examples.gsm8k_grpo.cpu_run import last_words
+from sparrowrl.examples.gsm8k_grpo.tasks import sums
 from sparrowrl.examples.gsm8k_grpo.verl import cpu_job, data, reward
 from sparrowrl.examples.gsm8k_grpo.verl.cpu_job import Job
-from sparrowrl.examples.gsm8k_grpo.verl.progress import Progress, last_words
+from sparrowrl.examples.gsm8k_grpo.verl.progress import Progress
 from sparrowrl.verl_plugin import support
 
 FOLDER = Path(cpu_job.__file__).parent
@@ -105,7 +107,7 @@ def job(mode: str, folder: Path, **others: Any) -> Job:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_the_cpu_job_asks_for_is_what_verl_knows(mode: str, tmp_path: Path) -> None:
-    config = composed(cpu_job.command(job(mode, tmp_path, replicas=2), Path("/tmp/x"))[1:])
+    config = composed(job(mode, tmp_path, replicas=2).command(Path("/tmp/x"))[1:])
     check(config)
     engines = config.actor_rollout_ref.rollout if mode == "separate_async" else config.rollout
     assert engines.n_gpus_per_node == 2
@@ -126,20 +128,20 @@ def test_a_job_without_time_is_refused(seconds: float, tmp_path: Path) -> None:
 
 def test_the_callers_overrides_win_in_the_cpu_job(tmp_path: Path) -> None:
     given = job("one_step_off", tmp_path, overrides=("actor_rollout_ref.actor.optim.lr=1e-3",))
-    assert composed(cpu_job.command(given, Path("/tmp/x"))[1:]).actor_rollout_ref.actor.optim.lr == 1e-3
+    assert composed(given.command(Path("/tmp/x"))[1:]).actor_rollout_ref.actor.optim.lr == 1e-3
 
 
 def test_the_cpu_job_keeps_the_callers_modules_and_leaves_his_ray_alone(tmp_path: Path) -> None:
     inherited = {"VERL_USE_EXTERNAL_MODULES": "his.own", "RAY_ADDRESS": "somewhere", "HOME": "/home/his"}
-    told = cpu_job.environment(job("one_step_off", tmp_path), tmp_path, inherited)
+    told = job("one_step_off", tmp_path).environment(tmp_path, inherited)
     assert told["VERL_USE_EXTERNAL_MODULES"] == f"{cpu_job.PLATFORM},his.own"
     assert "RAY_ADDRESS" not in told
     assert told["HOME"] == "/home/his"
 
 
 def test_sums_are_right_and_the_same_for_a_seed() -> None:
-    problems = data.sums(20, seed=1)
-    assert problems == data.sums(20, seed=1) != data.sums(20, seed=2)
+    problems = sums(20, seed=1)
+    assert problems == sums(20, seed=1) != sums(20, seed=2)
     for problem in problems:
         assert sum(int(digit) for digit in re.findall(r"\d", problem.question)) == problem.answer
 

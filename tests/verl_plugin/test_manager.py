@@ -23,7 +23,7 @@ from verl_ranks import StandInReplica
 
 from helpers import assert_bits_equal
 from sparrowrl.errors import DeadlineExceeded, EngineDied, SparrowError
-from sparrowrl.examples.gsm8k_grpo.verl import tiny_model
+from sparrowrl.examples.gsm8k_grpo import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from verl_job import Job, model_config, start_ray
 
 from helpers import wait_for
 from sparrowrl.errors import DeadlineExceeded, EngineDied, JournalError
-from sparrowrl.examples.gsm8k_grpo.verl import tiny_model
+from sparrowrl.examples.gsm8k_grpo import tiny_model
 
 pytestmark = [pytest.mark.vllm]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparrowrl.errors import ConfigError
+from sparrowrl.examples.gsm8k_grpo import cpu_run
 
 PROGRAMS = {
     "one_step_off": "verl.experimental.one_step_off_policy.main_ppo",
@@ -45,6 +47,11 @@ class Job:
         if not self.deadline_s > 0:
             raise ConfigError(f"--deadline: expected a number of seconds, got {self.deadline_s:g}")
 
+    framework = "verl"
+
+    def __str__(self) -> str:
+        return f"{self.mode}, backend {self.backend}"
+
     @property
     def metrics(self) -> Path:
         """Where verl writes its metrics, a JSON object a line."""
@@ -60,11 +67,24 @@ class Job:
         """As many made-up GPUs do the engines need."""
         return self.replicas * self.tensor_parallel_size
 
+    def command(self, temporary: Path) -> list[str]:
+        """verl's command line. Ray keeps its sockets in `temporary`, whose name must be short."""
+        own = [*_common(self), *_of_mode(self), *_private_ray(self, temporary)]
+        return [sys.executable, "-m", PROGRAMS[self.mode], *own, *self.overrides]
 
-def command(job: Job, temporary: Path) -> list[str]:
-    """verl's command line. Ray keeps its sockets in `temporary`, whose name must be short."""
-    own = [*_common(job), *_of_mode(job), *_private_ray(job, temporary)]
-    return [sys.executable, "-m", PROGRAMS[job.mode], *own, *job.overrides]
+    def environment(self, temporary: Path, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """verl's environment: the CPU platform, and what all frameworks are told."""
+        modules = [PLATFORM, *filter(None, inherited.get(EXTERNAL_MODULES, "").split(","))]
+        return {
+            **cpu_run.environment(temporary, inherited),
+            "VERL_FILE_LOGGER_PATH": str(self.metrics),
+            EXTERNAL_MODULES: ",".join(modules),
+            "VERL_PLATFORM": "cpu",
+            "VERL_ENGINE_DEVICE": "cuda",  # verl has its FSDP engine registered for GPUs only; a CPU runs it as it is
+            # verl 0.9.1 fails on a line that v1's separate_async logs at INFO (`flush=True`).
+            "VERL_LOGGING_LEVEL": "WARNING",
+            "HYDRA_FULL_ERROR": "1",
+        }
 
 
 def _common(job: Job) -> list[str]:
@@ -163,27 +183,3 @@ def _private_ray(job: Job, temporary: Path) -> list[str]:
         f"{ray}.num_cpus=64",  # what verl's processes ask for, though they share the cores that there are
         f"+{ray}.num_gpus={job.trainer_ranks + job.engine_devices}",
     ]
-
-
-def environment(job: Job, temporary: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """verl's environment: the CPU platform, one thread a process, and nothing that phones home."""
-    modules = [PLATFORM, *filter(None, inherited.get(EXTERNAL_MODULES, "").split(","))]
-    quiet = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "RAY_DEDUP_LOGS": "0"}
-    told = {
-        "TMPDIR": str(temporary),
-        "VERL_FILE_LOGGER_PATH": str(job.metrics),
-        EXTERNAL_MODULES: ",".join(modules),
-        "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # verl has its FSDP engine registered for GPUs only; it runs on a CPU as it is
-        # verl 0.9.1 fails on a line that v1's separate_async logs at INFO (`flush=True`).
-        "VERL_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCHDYNAMO_DISABLE": "1",  # no compiler at the first request
-        "RAY_memory_monitor_refresh_ms": "0",  # Ray kills processes on a machine whose memory others use
-        "HYDRA_FULL_ERROR": "1",
-    }
-    ours = {name: value for name, value in inherited.items() if name != "RAY_ADDRESS"}
-    return {**ours, **quiet, **told}

@@ -6,19 +6,16 @@ python -m sparrowrl.examples.gsm8k_grpo.verl.data train.jsonl ~/data/gsm8k/train
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from sparrowrl.errors import ConfigError
-from sparrowrl.examples.gsm8k_grpo.tasks import Problem, load_problems
+from sparrowrl.examples.gsm8k_grpo.tasks import APPENDED_INSTRUCTION, Problem, load_problems
 
 GSM8K = "openai/gsm8k"  # the name by which verl knows how to reward it
 ARITHMETIC = "sparrowrl/arithmetic"
-INSTRUCTION = 'Think step by step and write the final answer after "####".'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"data: {error}\n")
         return 2
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, problems, GSM8K, INSTRUCTION)
+    write(arguments.out, problems, GSM8K, APPENDED_INSTRUCTION)
     sys.stdout.write(f"{len(problems)} problems in {arguments.out}\n")
     return 0
 
@@ -44,13 +41,6 @@ def write(path: Path, problems: Sequence[Problem], source: str, instruction: str
 
     rows = [_row(number, problem, source, instruction) for number, problem in enumerate(problems)]
     pandas.DataFrame(rows).to_parquet(path)
-
-
-def sums(count: int, seed: int) -> list[Problem]:
-    """Problems for a model that knows nothing: sums of two digits."""
-    digits = random.Random(seed)
-    pairs = [(digits.randint(1, 4), digits.randint(1, 4)) for _ in range(count)]
-    return [Problem(f"{left} + {right} = ?", Decimal(left + right)) for left, right in pairs]
 
 
 def _row(number: int, problem: Problem, source: str, instruction: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""GSM8K GRPO with OpenRLHF."""
