@@ -45,9 +45,9 @@ def row(metrics: Metrics) -> str:
     return _line([cell(metrics) for _, _, cell in _COLUMNS])
 
 
-def is_wrong(metrics: Metrics) -> bool:
-    """Whether some engine was not proved to hold the trainer's weights."""
-    return metrics.get(_PROVED, 1.0) != 1.0
+def is_wrong(metrics: Metrics, must_be_proved: bool = False) -> bool:
+    """Whether some engine was found not to hold the trainer's weights, or nothing says so where it must be proved."""
+    return metrics.get(_PROVED, 0.0 if must_be_proved else 1.0) != 1.0
 
 
 def _line(cells: list[str]) -> str:

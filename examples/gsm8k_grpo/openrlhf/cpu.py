@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cpu_run.clear(job.out, _MADE)
             tiny_model.make(job.out / "model", seed=0)
         data.write_texts(job.out / "prompts.jsonl", sums(job.steps * PROMPTS, seed=1))
-        cpu_run.run(job, Progress(job.log), console)
+        cpu_run.run(job, Progress(job.log, must_be_proved=job.backend == "sparrow"), console)
 
     return cpu_run.status_of(work)
 

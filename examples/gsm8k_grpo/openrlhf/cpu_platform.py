@@ -37,7 +37,7 @@ def _without_cuda(torch: types.ModuleType) -> None:
     cuda = torch.cuda  # type: ignore[attr-defined]
     cuda.current_device = _Cpu
     for name in ("set_device", "synchronize", "empty_cache", "current_stream"):
-        setattr(cuda, name, lambda *args, **kwargs: None)  # each its own: torch tells functions apart by identity
+        setattr(cuda, name, _nothing())
 
 
 @wrapt.when_imported("torch.distributed.device_mesh")  # type: ignore[untyped-decorator]

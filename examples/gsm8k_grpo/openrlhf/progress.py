@@ -14,10 +14,10 @@ _REWARD = "rollout/reward_mean"
 
 
 class Progress:
-    """Follows the log of a job."""
+    """Follows the log of a job, each step of which must be proved, or need not."""
 
-    def __init__(self, log: Path) -> None:
-        self._path = log
+    def __init__(self, log: Path, must_be_proved: bool) -> None:
+        self._path, self._must_be_proved = log, must_be_proved
         self._read = 0
         self.trained = 0  # the last step
         self.wrong = 0  # steps with live weights that were not proved
@@ -27,7 +27,7 @@ class Progress:
         lines = []
         for step, metrics in self._steps():
             self.trained = max(self.trained, step)
-            self.wrong += step_table.is_wrong(metrics)
+            self.wrong += step_table.is_wrong(metrics, self._must_be_proved)
             known = {"step": float(step), **({"reward": metrics[_REWARD]} if _REWARD in metrics else {})}
             lines.append(step_table.row({**metrics, **known}))
         return lines
