@@ -2,10 +2,11 @@
 
 In the folder SPARROWRL_TEST_RECORDS: `trainer.jsonl` has a line a sync with the hash of every full tensor, as DeepSpeed
 itself gathers it (and the version, where ours is the sync), `engine-<n>.jsonl` what each engine reported
-(replica.Report), `samples.jsonl` each completion. With SPARROWRL_TEST_SEEDS a run can be repeated: each request gets a
-seed of its own, and experiences are in an order that does not depend on which was ready first.
+(replica.Report), `samples.jsonl` each completion. With SPARROWRL_TEST_SEEDS a run can be repeated: prompts are
+shuffled with a seed, each request has one of its own, and experiences do not stand in the order in which they ended.
 
-SPARROWRL_TEST_SKIP=engine-1:3 has that engine skip the writes of version 3.
+SPARROWRL_TEST_SKIP=engine-1:3 has that engine skip the writes of version 3; SPARROWRL_TEST_HANG=engine-1:3 hang when
+it is about to switch to it; its process is then in the file `hanging`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import wrapt
 FOLDER = Path(os.environ["SPARROWRL_TEST_RECORDS"])
 SEEDED = "SPARROWRL_TEST_SEEDS" in os.environ
 SKIPPED = os.environ.get("SPARROWRL_TEST_SKIP", "")
+HANGS = os.environ.get("SPARROWRL_TEST_HANG", "")
 
 
 def _write(name: str, record: dict[str, Any]) -> None:
@@ -116,14 +118,19 @@ def _record_samples(module: ModuleType) -> None:
 
 
 @wrapt.when_imported("openrlhf.trainer.ppo_utils.samples_generator")  # type: ignore[untyped-decorator]
-def _sort_experiences(module: ModuleType) -> None:
+def _repeat_the_order(module: ModuleType) -> None:
+    """OpenRLHF's controller shuffles prompts without a seed, and takes experiences as they come."""
+    import torch
+
+    if not SEEDED:
+        return
+    torch.manual_seed(0)
     generator_class = module.SamplesGenerator  # type: ignore[attr-defined]
     original = generator_class._generate_vllm
 
     def generate(self: Any, *arguments: Any, **others: Any) -> Any:
         experiences, *rest = original(self, *arguments, **others)
-        if SEEDED:
-            experiences.sort(key=lambda each: each.sequences.tolist())
+        experiences.sort(key=lambda each: each.sequences.tolist())
         return experiences, *rest
 
     generator_class._generate_vllm = generate
@@ -148,3 +155,22 @@ def _skip_writes(module: ModuleType) -> None:
             Write.do = do  # type: ignore[method-assign]
 
     receiver_class._apply = skip
+
+
+@wrapt.when_imported("sparrowrl.vllm_worker_ext.follower")  # type: ignore[untyped-decorator]
+def _hang(module: ModuleType) -> None:
+    if not HANGS:
+        return
+    import threading
+
+    engine, version = HANGS.split(":")
+    follower_class = module.Follower  # type: ignore[attr-defined]
+    original = follower_class._activate_now
+
+    def activate(self: Any, ready: Any) -> None:
+        if self._config.engine_id == engine and ready.manifest.target == int(version):
+            (FOLDER / "hanging").write_text(str(os.getpid()))
+            threading.Event().wait(600)
+        original(self, ready)
+
+    follower_class._activate_now = activate

@@ -27,22 +27,22 @@ class Run:
     """One job that has ended."""
 
     folder: Path
-    status: int
+    records: Path
     said: str
 
     @property
     def states(self) -> list[dict[str, Any]]:
         """One a sync: `version`, and `tensors`: the hash of each parameter as DeepSpeed gathers it."""
-        return _lines(self.folder / "records" / "trainer.jsonl")
+        return _lines(self.records / "trainer.jsonl")
 
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Every completion, in an order that does not depend on when it ended."""
-        return sorted(_lines(self.folder / "records" / "samples.jsonl"), key=json.dumps)
+        return sorted(_lines(self.records / "samples.jsonl"), key=json.dumps)
 
     def reports(self, engine: int) -> list[dict[str, Any]]:
         """What an engine reported at each sync."""
-        return _lines(self.folder / "records" / f"engine-{engine}.jsonl")
+        return _lines(self.records / f"engine-{engine}.jsonl")
 
     def activations(self, engine: int) -> list[dict[str, Any]]:
         """Every change of version of an engine."""
@@ -53,11 +53,11 @@ class Run:
         journal = journal or self.folder / "journal"
         credentials = Credentials.load(journal / "credentials.json")
         opened = Journal(journal, credentials.run, credentials.run_key)
-        base = load_file(self.folder / "job" / "model" / "model.safetensors")
+        weights = load_file(self.folder / "job" / "model" / "model.safetensors")
         versions = [state["version"] for state in self.states]
         assert versions == list(range(versions[0], versions[0] + len(versions)))
         for state in self.states:
-            made = {name: _hash(weight) for name, weight in materialize(opened, state["version"], base).items()}
+            made = {name: _hash(weight) for name, weight in materialize(opened, state["version"], weights).items()}
             assert made == state["tensors"], f"version {state['version']}"
         for engine in range(engines):
             reports = [report for report in self.reports(engine) if report["condition"] == "exact"]
@@ -74,24 +74,40 @@ def run(
     fails: bool = False,
     environment: dict[str, str] | None = None,
     journal: Path | None = None,
+    records: str = "records",
     **settings: Any,
 ) -> Run:
     """Train; the job's own exit status says whether every step was trained, and `fails` that it must not be."""
-    command = command_of(folder, *flags, backend=backend, journal=journal, **settings)
     done = subprocess.run(
-        command,
-        env=environment_of(folder) | (environment or {}),
+        command_of(folder, *flags, backend=backend, journal=journal, **settings),
+        env=environment_of(folder / records, backend) | (environment or {}),
         capture_output=True,
         text=True,
         timeout=_DEADLINE_S + 60,
     )
     said = done.stdout + done.stderr
     assert (done.returncode != 0) == fails, said[-6000:]
-    return Run(folder, done.returncode, said)
+    return Run(folder, folder / records, said)
 
 
-def command_of(folder: Path, *flags: str, backend: str, journal: Path | None = None, **settings: Any) -> list[str]:
-    """The command line of a job whose records go into the folder."""
+def start(
+    folder: Path, *flags: str, environment: dict[str, str] | None = None, **settings: Any
+) -> subprocess.Popen[bytes]:
+    """A job in the background; what it says is in the file `said`."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "said").open("wb") as said:
+        return subprocess.Popen(
+            command_of(folder, *flags, **settings),
+            env=environment_of(folder / "records", "sparrow") | (environment or {}),
+            stdout=said,
+            stderr=said,
+        )
+
+
+def command_of(
+    folder: Path, *flags: str, backend: str = "sparrow", journal: Path | None = None, **settings: Any
+) -> list[str]:
+    """The command line of a job in a folder."""
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     ours = [f"--sparrow.journal_dir={journal or folder / 'journal'}", "--sparrow.audit_every=1", "--sparrow.timeout=60"]
     return [
@@ -102,9 +118,9 @@ def command_of(folder: Path, *flags: str, backend: str, journal: Path | None = N
     ]
 
 
-def environment_of(folder: Path, *modules: str) -> dict[str, str]:
-    """With the recorder in all processes."""
-    records = folder / "records"
+def environment_of(records: Path, backend: str) -> dict[str, str]:
+    """With the recorder in all processes, and OpenRLHF's own way of a sync if that is the backend."""
+    modules = ["openrlhf_recorder", *(["openrlhf_full_tensors"] if backend == "full_tensors" else [])]
     records.mkdir(parents=True, exist_ok=True)
     return {
         **os.environ,

@@ -148,7 +148,7 @@ def run(job: Job, progress: Progress, console: Console) -> None:
         raise
     finally:
         _end(tree, temporary)
-    console.say(f"result   {progress.trained} steps trained, all engines exact; see {job.out}")
+    console.say(f"result   {progress.trained} steps trained; see {job.out}")
 
 
 def environment(temporary: Path, inherited: Mapping[str, str]) -> dict[str, str]:
