@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo verl-demo test test-slow test-frameworks test-frameworks-slow test-vllm024 test-gpu matrix check bench bench-verl clean
+.PHONY: install demo verl-demo openrlhf-demo test test-slow test-frameworks test-frameworks-slow test-vllm024 test-gpu matrix check bench bench-verl clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -38,13 +38,17 @@ test-slow: $(INSTALLED)
 verl-demo: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m sparrowrl.examples.gsm8k_grpo.verl.cpu $(ARGS)
 
-# verl's plugin, and the engine side on an older vLLM that verl works with; without a GPU only.
+# OpenRLHF on a CPU: DeepSpeed and an engine, six synced steps of a tiny model.
+openrlhf-demo: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m sparrowrl.examples.gsm8k_grpo.openrlhf.cpu $(ARGS)
+
+# The plugins, and the engine side on an older vLLM that both frameworks work with; without a GPU only.
 test-frameworks: .venv-frameworks/.installed
-	.venv-frameworks/bin/pytest tests/verl_plugin tests/examples/test_verl_example.py tests/vllm_worker_ext \
-		-m "not slow and not gpu" $(ARGS)
+	.venv-frameworks/bin/pytest tests/job tests/verl_plugin tests/openrlhf_plugin tests/vllm_worker_ext \
+		tests/examples/test_verl_example.py tests/examples/test_openrlhf_example.py -m "not slow and not gpu" $(ARGS)
 
 test-frameworks-slow: .venv-frameworks/.installed
-	.venv-frameworks/bin/pytest tests/verl_plugin -m "slow and not gpu" $(ARGS)
+	.venv-frameworks/bin/pytest tests/verl_plugin tests/openrlhf_plugin -m "slow and not gpu" $(ARGS)
 
 # Not part of CI, for its size: 6 GB, since it may have to take torch's CUDA build.
 test-vllm024: .venv-vllm024/.installed
