@@ -34,7 +34,7 @@ def _nothing() -> Callable[..., None]:
 
 @wrapt.when_imported("torch")  # type: ignore[untyped-decorator]
 def _without_cuda(torch: types.ModuleType) -> None:
-    cuda = torch.cuda  # type: ignore[attr-defined]
+    cuda = torch.cuda
     cuda.current_device = _Cpu
     for name in ("set_device", "synchronize", "empty_cache", "current_stream"):
         setattr(cuda, name, _nothing())
@@ -42,7 +42,7 @@ def _without_cuda(torch: types.ModuleType) -> None:
 
 @wrapt.when_imported("torch.distributed.device_mesh")  # type: ignore[untyped-decorator]
 def _meshes_of_cpus(module: types.ModuleType) -> None:
-    original = module.init_device_mesh  # type: ignore[attr-defined]
+    original = module.init_device_mesh
 
     @functools.wraps(original)
     def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def _gloo_alone(module: types.ModuleType) -> None:
 @wrapt.when_imported("deepspeed.runtime.engine")  # type: ignore[untyped-decorator]
 def _torchs_adam(module: types.ModuleType) -> None:
     """DeepSpeed would compile an optimizer of its own first."""
-    engine_class = module.DeepSpeedEngine  # type: ignore[attr-defined]
+    engine_class = module.DeepSpeedEngine
     original = engine_class._configure_basic_optimizer
 
     def configure(self: Any, parameters: Any) -> Any:
@@ -73,7 +73,7 @@ def _torchs_adam(module: types.ModuleType) -> None:
 @wrapt.when_imported("vllm.platforms.cpu")  # type: ignore[untyped-decorator]
 def _counted_as_gpus(module: types.ModuleType) -> None:
     """By which vLLM's Ray executor asks for devices: OpenRLHF uses it for engines of several ranks."""
-    module.CpuPlatform.ray_device_key = "GPU"  # type: ignore[attr-defined]
+    module.CpuPlatform.ray_device_key = "GPU"
 
 
 @wrapt.when_imported("openrlhf")  # type: ignore[untyped-decorator]
