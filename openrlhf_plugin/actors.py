@@ -39,7 +39,7 @@ def _undecorated(actor: Any) -> Any:
 class SparrowRolloutActor(_undecorated(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
     """The owner of one engine, which follows the trainer's hub once it is told to."""
 
-    async def __init__(self, *args: Any, **kwargs: Any) -> None:
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         """Start the engine. It makes no step before it follows."""
         os.environ["SPARROWRL_HUB"] = "later"
         del kwargs["worker_extension_cls"]  # with which OpenRLHF's engines receive weights

@@ -65,6 +65,7 @@ def _ranges(module: torch.nn.Module) -> NamedShards:
 def _partitions(module: torch.nn.Module) -> NamedShards:
     """ZeRO-3: a parameter is cut into equal partitions, of which the last ones are padded (ds_tensor, per rank)."""
     rank = dist.get_rank()
+    parameter: Any  # to which DeepSpeed has added what it knows of it
     for name, parameter in module.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None or partition.numel() != partition.ds_numel or partition.is_meta:
