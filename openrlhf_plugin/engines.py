@@ -27,6 +27,10 @@ class Engines:
         """The names of their machines. Raises EngineDied, DeadlineExceeded."""
         return set(self._all("the names of the engines' machines", [a.sparrow_host.remote() for a in self._actors]))
 
+    def wake(self) -> None:
+        """Wake the weights of all engines up. Raises as `hosts`."""
+        self._all("the engines to wake up", [actor.wake_up.remote(tags=["weights"]) for actor in self._actors])
+
     def follow(self, run: Run) -> None:
         """Have all engines follow the run. Raises what an engine says, EngineDied, DeadlineExceeded."""
         settings = follow_settings(run, self._options)

@@ -51,7 +51,7 @@ class SparrowActorPPOTrainer(ActorPPOTrainer):  # type: ignore[misc]
         run, hosts = json.loads(together(self._ranks, socket.gethostname, self._open))
         self._rank.join_run(run, hosts, self._ranks)
         sent = self._send()
-        together(self._ranks, lambda: None, lambda _: self._engines.follow(run))
+        together(self._ranks, lambda: None, lambda _: self._have_engines_follow(run))
         self._bring_engines_to(sent)
         if dist.get_rank() == 0:
             self._announce(run, sent)
@@ -81,6 +81,11 @@ class SparrowActorPPOTrainer(ActorPPOTrainer):  # type: ignore[misc]
         elsewhere = self._engines.hosts() - {hosts[0]}
         run = self._rank.open_run(hosts, bool(elsewhere), ray.util.get_node_ip_address())
         return json.dumps((run, hosts))
+
+    def _have_engines_follow(self, run: Run) -> None:
+        if self.args.vllm.enable_sleep:
+            self._engines.wake()  # OpenRLHF has put them to sleep as soon as they were there
+        self._engines.follow(run)
 
     def _send(self) -> Sent:
         sent = self._rank.send(self._weights.shards(), _ENGINES_DTYPE)

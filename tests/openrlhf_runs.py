@@ -120,7 +120,11 @@ def command_of(
 
 def environment_of(records: Path, backend: str) -> dict[str, str]:
     """With the recorder in all processes, and OpenRLHF's own way of a sync if that is the backend."""
-    modules = ["openrlhf_recorder", *(["openrlhf_full_tensors"] if backend == "full_tensors" else [])]
+    modules = [
+        "openrlhf_recorder",
+        "openrlhf_sleeping",
+        *(["openrlhf_full_tensors"] if backend == "full_tensors" else []),
+    ]
     records.mkdir(parents=True, exist_ok=True)
     return {
         **os.environ,

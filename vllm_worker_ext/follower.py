@@ -80,7 +80,8 @@ class Follower:
         self._draining: Ready | None = None
         self._drain_until = 0.0
         self._paused: Any = None  # the scheduler's pause state before the drain
-        self._written = self.status
+        self._written = (self.status, False)
+        self._postponed: Callable[[], None] | None = None  # a job that came while the weights slept
         self._stop = threading.Event()
         self._agent = AgentProcess(node.root, config)
         self.arrival = Arrival(node, self._agent, config, self._stop)
@@ -142,7 +143,7 @@ class Follower:
 
     def before_step(self) -> bool:
         """Run what is due between two steps; returns whether the engine may make a step now."""
-        while self._jobs and not self._core.batch_queue:
+        while self._jobs and not self._core.batch_queue and not self.asleep:
             self._jobs.popleft()()
         if self._draining is not None:
             self._end_drain()
@@ -154,6 +155,15 @@ class Follower:
     def scheduling(self) -> AbstractContextManager[None]:
         """The context of a step: no batch is begun while a job waits for those in flight, or the engine is held."""
         return self._nothing_scheduled() if self._jobs or not self._may_step() else nullcontext()
+
+    def woken(self) -> None:
+        """The weights' memory is back: find out whether they are known, prove that they are what they were, go on."""
+        self._note(self._call("status"))
+        if self.status.condition == "exact":
+            self._audit()
+        postponed, self._postponed = self._postponed, None
+        if postponed is not None:
+            postponed()
 
     def after_step(self, outputs: Any) -> None:
         """Count what the step has generated."""
@@ -187,6 +197,8 @@ class Follower:
 
     def _look(self) -> None:
         """Submit what the node directory says is to be done."""
+        if self.asleep:
+            return
         ready, request, error = self._ready(), self._node.request.read(), self._first_rank_error()
         if error is not None and error.error == CorruptData.__name__:
             self._agent.renew()
@@ -230,8 +242,17 @@ class Follower:
     # Jobs, on the core's thread.
 
     def _run(self, job: Callable[[], None]) -> None:
-        if not self._stop.is_set():  # else the engine may be another follower's by now
+        if self._stop.is_set():  # the engine may be another follower's by now
+            return
+        if self.asleep:
+            self._postponed = job
+        else:
             job()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether vLLM has the weights' memory."""
+        return "weights" in getattr(self._core.model_executor, "sleeping_tags", ())
 
     def _may_step(self) -> bool:
         return self.status.condition == "exact" and (self.status.version or 0) >= self.least
@@ -252,7 +273,7 @@ class Follower:
         return not self._core.scheduler.running and not self._core.batch_queue
 
     def _end_drain(self) -> None:
-        if self._draining is None:
+        if self._draining is None or self.asleep:
             return
         if not self._drained():
             if time.monotonic() < self._drain_until:
@@ -425,11 +446,11 @@ class Follower:
                 raise getattr(errors, error["error"], StateError)(f"rank {reply['rank']}: {error['message']}")
 
     def _write(self) -> None:
-        """Write engine.json if the status has changed. On the watcher's thread, so that no pause pays for it."""
-        status = self.status
-        if status is not self._written:
-            self._node.engine.write(status)
-            self._written = status
+        """Write engine.json if what it says has changed. On the watcher's thread, so that no pause pays for it."""
+        status, asleep = self.status, self.asleep
+        if status is not self._written[0] or asleep != self._written[1]:
+            self._node.engine.write(replace(status, asleep=asleep))
+            self._written = (status, asleep)
 
 
 def _names(reply: Reply, error: type[SparrowError]) -> bool:

@@ -20,6 +20,7 @@ def install() -> None:
     _wrap(EngineCore, "add_request", _add)
     _wrap(EngineCore, "step", _step)
     _wrap(EngineCore, "step_with_batch_queue", _step)
+    _wrap(EngineCore, "wake_up", _wake_up)
     _wrap(EngineCore, "shutdown", _shutdown)
     _wrap(EngineCoreProc, "_handle_client_request", _handle)
     EngineCore.sparrow_follow = _follow
@@ -83,6 +84,16 @@ def _handle(original: Any, core: Any, request_type: Any, request: Any) -> Any:
     if request_type == JOB:
         return request()
     return original(core, request_type, request)
+
+
+def _wake_up(original: Any, core: Any, *args: Any, **kwargs: Any) -> Any:
+    follower = getattr(core, "sparrow", None)
+    if follower is None or not follower.asleep:
+        return original(core, *args, **kwargs)
+    result = original(core, *args, **kwargs)
+    if not follower.asleep:
+        follower.woken()
+    return result
 
 
 def _shutdown(original: Any, core: Any) -> Any:

@@ -61,6 +61,8 @@ class Receiver:
         self._lock = threading.RLock()  # held while live weights or what is staged are read or written
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._memory = threading.Lock()  # held by the stager at work, and by vLLM while it has the weights' memory
+        self._asleep = False
         self._node: NodeDirectory | None = None
         self._credentials: Credentials | None = None
         self._attachment: Attachment | None = None
@@ -83,19 +85,19 @@ class Receiver:
         Weights that are not version 0 are no failure of the call: the condition is then "unknown", until an anchor.
         """
         self.close()  # not with the lock held, for which the thread may be waiting
-        return self._answer(call_id, lambda: self._attach(node_dir, token_file))
+        return self._answer(call_id, lambda: self._awake(lambda: self._attach(node_dir, token_file)))
 
     def activate(self, call_id: int, key: str) -> Reply:
         """Switch to the staged artifact `key`, all or nothing; already being there is ok."""
-        return self._answer(call_id, lambda: self._activate(key))
+        return self._answer(call_id, lambda: self._awake(lambda: self._activate(key)))
 
     def audit(self, call_id: int) -> Reply:
         """Compare the fingerprints of all live weights with those of the version held."""
-        return self._answer(call_id, self._audit)
+        return self._answer(call_id, lambda: self._awake(self._audit))
 
     def export(self, call_id: int, path: str) -> Reply:
         """Write the live weights, in checkpoint coordinates, to a safetensors file."""
-        return self._answer(call_id, lambda: self._export(Path(path)))
+        return self._answer(call_id, lambda: self._awake(lambda: self._export(Path(path))))
 
     def status(self, call_id: int) -> Reply:
         """Say what is held."""
@@ -107,6 +109,32 @@ class Receiver:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             self._thread = None
+
+    def sleep(self, discarded: bool) -> None:
+        """vLLM is about to take the weights' memory: when this returns nothing touches it, until `wake`.
+
+        Discarded weights are unknown from now on, until an anchor.
+        """
+        if self._asleep:
+            return
+        self._memory.acquire()  # the stager ends what it is at
+        with self._lock:
+            self._asleep = True
+            if discarded:
+                self._staged, self._held = None, Held(exact=False)
+                self._error = ErrorInfo.of(UnknownState("vLLM has discarded the weights (a sleep of level 2)"))
+            self._write_status()
+
+    def wake(self) -> None:
+        """The weights' memory is back."""
+        if self._asleep:
+            self._asleep = False
+            self._memory.release()
+
+    def _awake(self, action: Callable[[], str]) -> str:
+        if self._asleep:
+            raise StateError(f"rank {self.rank}: the engine's weights sleep; wake them up first")
+        return action()
 
     def _answer(self, call_id: int, action: Callable[[], str]) -> Reply:
         detail, error = "", None
@@ -219,8 +247,13 @@ class Receiver:
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pause = 0.0
         while not self._stop.wait(pause) and self._node.root.exists():
-            with torch.cuda.stream(stream), torch.no_grad():
-                pause = _POLL_S if self._poll(stream) else _IDLE_POLL_S
+            if not self._memory.acquire(timeout=_IDLE_POLL_S):
+                continue
+            try:
+                with torch.cuda.stream(stream), torch.no_grad():
+                    pause = _POLL_S if self._poll(stream) else _IDLE_POLL_S
+            finally:
+                self._memory.release()
 
     def _poll(self, stream: torch.cuda.Stream | None) -> bool:
         """Stage what next.json lists and is not staged yet; returns whether there is something to follow."""

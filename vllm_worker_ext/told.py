@@ -42,6 +42,7 @@ class Untold:
 
     def __init__(self, core: Any, prefixes: Prefixes) -> None:
         self.prefixes = prefixes
+        self.asleep = False  # whether it is or not, nobody touches its weights
         self._core = core
 
     def before_step(self) -> bool:
@@ -56,6 +57,9 @@ class Untold:
 
     def after_step(self, outputs: Any) -> None:
         """There is nothing to count."""
+
+    def woken(self) -> None:
+        """There is nothing that could have changed."""
 
     def leave(self) -> None:
         """There is nothing to end."""

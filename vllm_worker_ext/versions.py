@@ -75,7 +75,6 @@ def check_supported(config: Any) -> None:
             parallel.decode_context_parallel_size > 1
         ),
         "expert load balancing": parallel.enable_eplb,
-        "sleep mode": model.enable_sleep_mode,
         "a multimodal model": model.is_multimodal_model,
         f"speculative decoding by {speculative and speculative.method}": speculative is not None
         and not (speculative.method in ("ngram", *_DRAFTS) and facts().speculates),

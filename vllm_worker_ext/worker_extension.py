@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparrowrl.vllm_worker_ext import sleeping
 from sparrowrl.vllm_worker_ext.receiver import Receiver, Reply
 
 
@@ -12,6 +13,7 @@ def receiver_of(worker: Any) -> Receiver:
     worker = getattr(worker, "worker", worker)
     own = getattr(worker, "_sparrow_receiver", None)
     if own is None:
+        sleeping.watch(type(worker))
         own = worker._sparrow_receiver = Receiver(worker.get_model(), worker.vllm_config)
         engine = getattr(worker, "weight_transfer_engine", None)
         if engine is not None and hasattr(engine, "receiver"):

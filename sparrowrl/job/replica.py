@@ -108,6 +108,8 @@ class Replica:
         assert self._node is not None
         found = [rank.error for rank in self._node.ranks().values()] + [status.error] + ([agent.error] if agent else [])
         said = "; ".join(f"{error.error}: {error.message}" for error in found if error is not None)
+        if status.asleep:
+            return said or "its weights sleep: wake them up before a sync"
         return said or "nobody reported an error"
 
 

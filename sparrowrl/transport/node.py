@@ -126,7 +126,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine tells the hub; None where nothing is known yet."""
+    """What an engine tells the hub; None where nothing is known yet. While its weights are `asleep` nothing changes."""
 
     version: int | None = None
     state: str | None = None
@@ -137,6 +137,7 @@ class EngineStatus:
     activations: tuple[Activation, ...] = ()
     answers: tuple[Answer, ...] = ()
     error: ErrorInfo | None = None
+    asleep: bool = False
 
 
 _writes = itertools.count()

@@ -53,8 +53,12 @@ def test_an_engine_of_two_ranks(tmp_path: Path) -> None:
     run(tmp_path, "--vllm.enable_prefix_caching", tensor_parallel_size=2).assert_exact()
 
 
-def test_engines_that_share_the_trainers_devices(tmp_path: Path) -> None:
-    run(tmp_path, "--train.colocate_all", engines=2, trainer_ranks=2).assert_exact(engines=2)
+def test_engines_that_share_the_trainers_devices_and_sleep_while_it_trains(tmp_path: Path) -> None:
+    """Their memory pool is a stand-in (sleeping.py). They sync with their weights awake, and their caches asleep."""
+    shared = ("--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep")
+    run(tmp_path, *shared, engines=2, trainer_ranks=2).assert_exact(engines=2)
+    log = (tmp_path / "job" / "openrlhf.log").read_text()
+    assert log.count("seconds to wake up tags ['weights']") >= 12
 
 
 def test_an_engine_that_does_not_apply_a_version_ends_the_job_at_that_step(tmp_path: Path) -> None:

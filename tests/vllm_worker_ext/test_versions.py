@@ -13,7 +13,7 @@ from sparrowrl.vllm_worker_ext.versions import check_supported, facts, unsynced_
 def supported_config() -> SimpleNamespace:
     parallel = SimpleNamespace(data_parallel_size=1, data_parallel_index=0, nnodes=1, enable_eplb=False)
     parallel.prefill_context_parallel_size = parallel.decode_context_parallel_size = 1
-    model = SimpleNamespace(enable_sleep_mode=False, is_multimodal_model=False)
+    model = SimpleNamespace(is_multimodal_model=False)
     rest = {"lora_config": None, "speculative_config": None, "kv_transfer_config": None}
     return SimpleNamespace(parallel_config=parallel, model_config=model, **rest)
 
@@ -27,7 +27,6 @@ def supported_config() -> SimpleNamespace:
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill context"),
         ("parallel_config", "decode_context_parallel_size", 2, "decode context"),
         ("parallel_config", "enable_eplb", True, "expert load balancing"),
-        ("model_config", "enable_sleep_mode", True, "sleep mode"),
         (None, "kv_transfer_config", object(), "KV connector"),
         (None, "speculative_config", SimpleNamespace(method="eagle3"), "speculative decoding by eagle3"),
         (None, "speculative_config", SimpleNamespace(method="mtp"), "speculative decoding by mtp"),
