@@ -6,14 +6,16 @@ level 2 discards them. While they sleep, whoever touches one would end the proce
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
 
 @cache
-def watch(worker_class: Any) -> None:
+def watch(worker_class: Hashable) -> None:
     """Wrap two methods of a worker class of vLLM's, once."""
-    sleep, wake_up = worker_class.sleep, worker_class.wake_up
+    owner: Any = worker_class
+    sleep, wake_up = owner.sleep, owner.wake_up
 
     def sleep_and_tell(worker: Any, level: int = 1) -> None:
         receiver = getattr(worker, "_sparrow_receiver", None)
@@ -27,4 +29,4 @@ def watch(worker_class: Any) -> None:
         if receiver is not None and (tags is None or "weights" in tags):
             receiver.wake()
 
-    worker_class.sleep, worker_class.wake_up = sleep_and_tell, wake_up_and_tell
+    owner.sleep, owner.wake_up = sleep_and_tell, wake_up_and_tell
