@@ -6,16 +6,17 @@ level 2 discards them. While they sleep, whoever touches one would end the proce
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from functools import cache
 from typing import Any
 
+_watched: set[Any] = set()
 
-@cache
-def watch(worker_class: Hashable) -> None:
+
+def watch(worker_class: Any) -> None:
     """Wrap two methods of a worker class of vLLM's, once."""
-    owner: Any = worker_class
-    sleep, wake_up = owner.sleep, owner.wake_up
+    if worker_class in _watched:
+        return
+    _watched.add(worker_class)
+    sleep, wake_up = worker_class.sleep, worker_class.wake_up
 
     def sleep_and_tell(worker: Any, level: int = 1) -> None:
         receiver = getattr(worker, "_sparrow_receiver", None)
@@ -29,4 +30,4 @@ def watch(worker_class: Hashable) -> None:
         if receiver is not None and (tags is None or "weights" in tags):
             receiver.wake()
 
-    owner.sleep, owner.wake_up = sleep_and_tell, wake_up_and_tell
+    worker_class.sleep, worker_class.wake_up = sleep_and_tell, wake_up_and_tell

@@ -13,7 +13,7 @@ from engines import PROMPTS, core_of, generate
 from followed import Site
 
 from helpers import wait_for
-from sparrowrl.vllm_worker_ext.sleeping import watch
+from sparrowrl.vllm_worker_ext.sleeping import _watched
 from sparrowrl.vllm_worker_ext.staging import Staged
 
 pytestmark = pytest.mark.vllm
@@ -28,7 +28,7 @@ def stand_in() -> Iterator[None]:
     own = (CPUWorker.sleep, CPUWorker.wake_up, Platform.is_sleep_mode_available)
     sleeping.allow(Platform)
     sleeping.install(CPUWorker)
-    watch.cache_clear()  # another test may have had a worker already
+    _watched.clear()  # another test may have had a worker already
     yield
     CPUWorker.sleep, CPUWorker.wake_up, Platform.is_sleep_mode_available = own
 
