@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo verl-demo openrlhf-demo test test-slow test-frameworks test-frameworks-slow test-vllm024 test-gpu matrix check bench bench-verl clean
+.PHONY: install demo verl-demo openrlhf-demo test test-slow test-frameworks test-frameworks-slow test-vllm024 test-gpu matrix check bench bench-frameworks clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -74,9 +74,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/apply.py
 
-# verl's syncs beside its own way, six minutes.
-bench-verl: .venv-frameworks/.installed
+# The frameworks' syncs beside their own ways, six minutes each.
+bench-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python benchmarks/verl.py
+	.venv-frameworks/bin/python benchmarks/openrlhf.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs
