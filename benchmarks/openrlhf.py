@@ -4,8 +4,8 @@ Runs the tiny job of examples/gsm8k_grpo/openrlhf on a CPU with both backends an
 OpenRLHF's own way is its code with full tensors (tests/openrlhf_full_tensors.py: pause, gather, a Ray call and a
 broadcast for each parameter, load, resume; only the wire is another, gloo, as NCCL needs GPUs). The model is tiny, so
 these are the costs beside the transfer, at their least. `broadcast_ms` is OpenRLHF's own timing of a sync; the first
-step's is left out. `paused_ms` is how long engines made no step: ours measure it, OpenRLHF's partial rollout pauses them
-for all of its sync, and without it nothing runs at a sync.
+step's is left out. `paused_ms` is how long engines made no step: ours measure it, OpenRLHF's partial rollout pauses
+them for all of its sync, and without it nothing runs at a sync.
 """
 
 from __future__ import annotations
