@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
-from sparrowrl.errors import DeadlineExceeded, EngineDied, SparrowError
+from sparrowrl.errors import DeadlineExceeded
 from sparrowrl.job.options import Options
+from sparrowrl.job.ray_errors import ours
 from sparrowrl.job.replica import Report
 from sparrowrl.job.trainer_rank import Run, follow_settings
 
@@ -60,9 +61,7 @@ def _result(call: Any, name: str) -> Any:
     """The result of a Ray call that has ended, or the error that its method raised, without Ray's wrapping."""
     try:
         return ray.get(call)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, SparrowError):
-            raise error.cause from error
+    except ray.exceptions.RayError as error:
+        if (own := ours(error, name)) is not None:
+            raise own from error
         raise
-    except ray.exceptions.RayActorError as error:
-        raise EngineDied(f"{name}: its process is gone: {str(error).splitlines()[0]}") from error

@@ -16,8 +16,9 @@ import ray
 from verl.checkpoint_engine.base import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 
-from sparrowrl.errors import DeadlineExceeded, EngineDied, SparrowError
+from sparrowrl.errors import DeadlineExceeded
 from sparrowrl.job.metrics import of_sync
+from sparrowrl.job.ray_errors import ours
 from sparrowrl.job.replica import Report
 from sparrowrl.job.trainer_rank import Run, Sent, follow_settings
 from sparrowrl.verl_plugin import hooks, support
@@ -133,9 +134,7 @@ async def _plain(call: Awaitable[Any]) -> Any:
     """The result of a Ray call, or the error that its method raised, without Ray's wrapping."""
     try:
         return await call
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, SparrowError):
-            raise error.cause from error
+    except ray.exceptions.RayError as error:
+        if (own := ours(error, "a trainer rank or an engine")) is not None:
+            raise own from error
         raise
-    except ray.exceptions.RayActorError as error:
-        raise EngineDied(f"a process of the job is gone: {str(error).splitlines()[0]}") from error

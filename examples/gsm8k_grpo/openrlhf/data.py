@@ -7,31 +7,18 @@ python -m sparrowrl.examples.gsm8k_grpo.openrlhf.data train.jsonl ~/data/gsm8k/o
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparrowrl.errors import ConfigError
-from sparrowrl.examples.gsm8k_grpo.tasks import APPENDED_INSTRUCTION, Problem, load_problems
+from sparrowrl.examples.gsm8k_grpo import convert
+from sparrowrl.examples.gsm8k_grpo.tasks import APPENDED_INSTRUCTION, Problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert GSM8K's own JSON lines. Returns the exit status: 0, or 2 if the file is not what it should be."""
-    parser = argparse.ArgumentParser(description="Make the file that OpenRLHF reads of GSM8K's JSON lines.")
-    parser.add_argument("problems", type=Path, help='GSM8K\'s train.jsonl: {"question": ..., "answer": "... #### 7"}')
-    parser.add_argument("out", type=Path, help="the file to write")
-    arguments = parser.parse_args(argv)
-    try:
-        problems = load_problems(arguments.problems)
-    except ConfigError as error:
-        sys.stderr.write(f"data: {error}\n")
-        return 2
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_chats(arguments.out, problems, APPENDED_INSTRUCTION)
-    sys.stdout.write(f"{len(problems)} problems in {arguments.out}\n")
-    return 0
+    """Convert GSM8K's own JSON lines; the exit status (convert.main)."""
+    return convert.main(argv, "OpenRLHF", lambda path, problems: write_chats(path, problems, APPENDED_INSTRUCTION))
 
 
 def write_chats(path: Path, problems: Sequence[Problem], instruction: str) -> None:

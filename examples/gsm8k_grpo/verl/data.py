@@ -5,34 +5,21 @@ python -m sparrowrl.examples.gsm8k_grpo.verl.data train.jsonl ~/data/gsm8k/train
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparrowrl.errors import ConfigError
-from sparrowrl.examples.gsm8k_grpo.tasks import APPENDED_INSTRUCTION, Problem, load_problems
+from sparrowrl.examples.gsm8k_grpo import convert
+from sparrowrl.examples.gsm8k_grpo.tasks import APPENDED_INSTRUCTION, Problem
 
 GSM8K = "openai/gsm8k"  # the name by which verl knows how to reward it
 ARITHMETIC = "sparrowrl/arithmetic"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert GSM8K's own JSON lines. Returns the exit status: 0, or 2 if the file is not what it should be."""
-    parser = argparse.ArgumentParser(description="Make the parquet file that verl reads of GSM8K's JSON lines.")
-    parser.add_argument("problems", type=Path, help='GSM8K\'s train.jsonl: {"question": ..., "answer": "... #### 7"}')
-    parser.add_argument("out", type=Path, help="the parquet file to write")
-    arguments = parser.parse_args(argv)
-    try:
-        problems = load_problems(arguments.problems)
-    except ConfigError as error:
-        sys.stderr.write(f"data: {error}\n")
-        return 2
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, problems, GSM8K, APPENDED_INSTRUCTION)
-    sys.stdout.write(f"{len(problems)} problems in {arguments.out}\n")
-    return 0
+    """Convert GSM8K's own JSON lines; the exit status (convert.main)."""
+    return convert.main(argv, "verl", lambda path, problems: write(path, problems, GSM8K, APPENDED_INSTRUCTION))
 
 
 def write(path: Path, problems: Sequence[Problem], source: str, instruction: str = "") -> None:
