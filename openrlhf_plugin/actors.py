@@ -1,7 +1,7 @@
 """OpenRLHF's Ray actors with our sync in them, put in the places where its command line looks for them.
 
 Ray pickles a decorated class by value, so a name that is changed in a module changes nothing in other processes, nor in
-methods that are inherited. These classes are ordinary ones, which every process imports (DESIGN: docs/openrlhf.md).
+methods that are inherited. These classes are ordinary ones, which every process imports.
 """
 
 from __future__ import annotations

@@ -24,9 +24,7 @@ class ActorWeights:
     """The parameters of an `openrlhf.models.Actor` that DeepSpeed trains."""
 
     def __init__(self, actor: Any, zero_stage: int, tensor_parallel_size: int) -> None:
-        """Raises FrameworkUnsupported for adapters and for multimodal models, LayoutError for parameters that are saved
-        as something else than ranges of their elements.
-        """
+        """Raises FrameworkUnsupported for adapters and for multimodal models."""
         self._module = actor.model.module
         if hasattr(self._module, "peft_config"):
             raise FrameworkUnsupported("expected no adapters, got a model with LoRA: they are not merged")
@@ -41,7 +39,8 @@ class ActorWeights:
         Called by all ranks alike; all must go on to the end if the trainer is tensor parallel. Of tied parameters only
         the first is given, as in a saved checkpoint; buffers are not, for OpenRLHF does not send them either.
 
-        Raises LayoutError for parameters that lie in another way than DeepSpeed lays them.
+        Raises LayoutError for parameters that lie in another way than DeepSpeed lays them, or that are saved as
+        something else than ranges of their elements.
         """
         for name, shard in self._held():
             if name not in self._saved:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +23,11 @@ import sparrowrl.examples.gsm8k_grpo.openrlhf.cpu_platform  # noqa: F401 - befor
 # isort: split
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import fused_adam
 from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.deepspeed import deepspeed as strategy_module
+from openrlhf.utils.deepspeed.deepspeed_utils import offload_deepspeed_states, reload_deepspeed_states
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -40,12 +44,20 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model of ours, and how OpenRLHF is to train it. `persistent`: ZeRO-3 keeps small parameters whole as well."""
+    """A model of ours, and how OpenRLHF is to train it.
+
+    `persistent`: ZeRO-3 keeps small parameters whole as well. `zpg`: ranks that hold secondary partitions together.
+    `sleep`: what DeepSpeed need not have at hand is away while weights are read, as with --ds.enable_sleep. `drifting`:
+    tensor-parallel ranks end up with other bits in parameters that they all have whole.
+    """
 
     model: str
     zero_stage: int
     tensor_parallel_size: int = 1
     persistent: bool = False
+    zpg: int = 1
+    sleep: bool = False
+    drifting: bool = False
     param_dtype: str = "bf16"
     lora_rank: int = 0
 
@@ -58,7 +70,14 @@ SCENARIOS = {
     "zero3": Scenario("tied", 3),
     "zero3-moe": Scenario("moe", 3),
     "zero3-persistent": Scenario("untied", 3, persistent=True),
+    "zero3-hpz": Scenario("tied", 3, zpg=2),
+    "zero3-hpz-persistent": Scenario("moe", 3, persistent=True, zpg=2),
+    "zero2-sleep": Scenario("tied", 2, sleep=True),
+    "zero3-sleep": Scenario("tied", 3, sleep=True),
     "tensor-parallel": Scenario("untied", 2, tensor_parallel_size=2),
+    "tensor-parallel-tied": Scenario("tied", 2, tensor_parallel_size=2),
+    "tensor-parallel-drifting": Scenario("untied", 1, tensor_parallel_size=2, drifting=True),
+    "tensor-parallel-zero3": Scenario("untied", 3, tensor_parallel_size=2),
     "lora": Scenario("tied", 2, lora_rank=4),
 }
 
@@ -92,6 +111,7 @@ def build(folder: Path, scenario: Scenario) -> tuple[Any, Any]:
         param_dtype=scenario.param_dtype,
         tensor_parallel_size=scenario.tensor_parallel_size,
         zero_stage=scenario.zero_stage,
+        zpg=scenario.zpg,
     )
     args = SimpleNamespace(ds=settings, train=SimpleNamespace(dynamic_batch_enable=False), local_rank=-1)
     dp = dist.get_world_size() // scenario.tensor_parallel_size if dist.is_initialized() else 1
@@ -133,6 +153,25 @@ def train(actor: Any, step: int, tensor_parallel_size: int) -> None:
     actor.model.step()
 
 
+def drift(actor: Any, tensor_parallel_size: int) -> None:
+    """As sums in another order do, on all ranks but the first of those that share the layers."""
+    if dist.get_rank() % tensor_parallel_size:
+        for name, parameter in actor.model.module.named_parameters():
+            if "norm" in name or "embed" in name:
+                parameter.data.mul_(1.5)
+
+
+@contextmanager
+def asleep(actor: Any) -> Iterator[None]:
+    """As OpenRLHF's actor is outside of training with --ds.enable_sleep. DeepSpeed moves its own Adam's states alone."""
+    fused_adam.FusedAdam = type(actor.model.optimizer.optimizer)
+    offload_deepspeed_states(actor.model)
+    assert actor.model.optimizer.offloaded_states
+    yield
+    reload_deepspeed_states(actor.model)
+    assert not actor.model.optimizer.offloaded_states
+
+
 def run(folder: Path, name: str) -> None:
     scenario, mine = SCENARIOS[name], folder / name
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -151,14 +190,17 @@ def run(folder: Path, name: str) -> None:
         for step in range(STEPS + 1):
             if step:
                 train(actor, step, scenario.tensor_parallel_size)
+            if scenario.drifting:
+                drift(actor, scenario.tensor_parallel_size)
             strategy.save_model(actor, tokenizer, str(mine / f"saved-{step}"))
-            with CommDebugMode() as counted:
-                seen["held"].append(sum(shard.local.numel() for _, shard in weights.shards()))
-            seen["collectives"].append(counted.get_total_counts())
-            if publisher is None:
-                publisher = Publisher(sink, weights.shards(), wire_dtype=dtype, ranks=ranks)
-            else:
-                publisher.publish(weights.shards())
+            with asleep(actor) if scenario.sleep else nullcontext():
+                with CommDebugMode() as counted:
+                    seen["held"].append(sum(shard.local.numel() for _, shard in weights.shards()))
+                seen["collectives"].append(counted.get_total_counts())
+                if publisher is None:
+                    publisher = Publisher(sink, weights.shards(), wire_dtype=dtype, ranks=ranks)
+                else:
+                    publisher.publish(weights.shards())
         assert publisher is not None
         publisher.write_anchor()
     except SparrowError as error:
