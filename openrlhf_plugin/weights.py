@@ -7,11 +7,12 @@ parameters that DeepSpeed has split for its own tensor parallelism are, one at a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject import layers
 
 from sparrowrl.delta.shard import FlatShard
 from sparrowrl.errors import FrameworkUnsupported, LayoutError
@@ -24,14 +25,23 @@ class ActorWeights:
     """The parameters of an `openrlhf.models.Actor` that DeepSpeed trains."""
 
     def __init__(self, actor: Any, zero_stage: int, tensor_parallel_size: int) -> None:
-        """Raises FrameworkUnsupported for adapters and for multimodal models."""
+        """Raises FrameworkUnsupported for adapters, for quantized and for multimodal models, and for ZeRO-3 together
+        with DeepSpeed's tensor parallelism.
+        """
         self._module = actor.model.module
         if hasattr(self._module, "peft_config"):
             raise FrameworkUnsupported("expected no adapters, got a model with LoRA: they are not merged")
+        if getattr(self._module, "is_quantized", False):
+            raise FrameworkUnsupported("expected weights in floating point, got a quantized model (--ds.load_in_4bit?)")
         if getattr(actor, "is_vlm", False):
             raise FrameworkUnsupported("expected a text model, got a multimodal one")
+        if zero_stage == 3 and tensor_parallel_size > 1:
+            raise FrameworkUnsupported(
+                f"expected --ds.zero_stage 1 or 2 with --ds.tensor_parallel_size {tensor_parallel_size}, got 3"
+            )
         self._zero_stage, self._tensor_parallel_size = zero_stage, tensor_parallel_size
         self._saved: dict[str, list[Saved]] = {}
+        self._parameter_of: dict[str, str] = {}
 
     def shards(self) -> NamedShards:
         """What this rank holds now, in checkpoint (Hugging Face) names, in the trainer's dtype and where it is.
@@ -44,21 +54,29 @@ class ActorWeights:
         """
         for name, shard in self._held():
             if name not in self._saved:
-                self._saved[name] = saved_as(self._module, name, shard.shape)
+                self._saved[name] = self._find_saved(name, shard.shape)
             for saved in self._saved[name]:
                 yield saved.name, shard.part(saved.begin, saved.shape)
 
+    def _find_saved(self, name: str, shape: tuple[int, ...]) -> list[Saved]:
+        found = saved_as(self._module, name, shape)
+        for saved in found:
+            other = self._parameter_of.setdefault(saved.name, name)
+            if other != name:
+                raise LayoutError(f"{saved.name}: expected it to be saved of one parameter, got {other} and {name}")
+        return found
+
     def _held(self) -> NamedShards:
         if self._tensor_parallel_size > 1:
-            return _gathered(self._module)
+            return _gathered(self._module, self._tensor_parallel_size)
         return _partitions(self._module) if self._zero_stage == 3 else _ranges(self._module)
 
 
 def _ranges(module: torch.nn.Module) -> NamedShards:
     """ZeRO-1 and 2: every rank has every parameter, and gives its range of each."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     for name, parameter in module.named_parameters():
-        start, end = _own_range(parameter.numel())
-        yield name, FlatShard(tuple(parameter.shape), start, _flat(name, parameter)[start:end])
+        yield name, _range(name, parameter, rank, world)
 
 
 def _partitions(module: torch.nn.Module) -> NamedShards:
@@ -74,18 +92,31 @@ def _partitions(module: torch.nn.Module) -> NamedShards:
         yield name, FlatShard(tuple(parameter.ds_shape), start if held else 0, partition.detach()[:held])
 
 
-def _gathered(module: torch.nn.Module) -> NamedShards:
-    """DeepSpeed's tensor parallelism: a parameter at a time is whole on all ranks, and each copies its range."""
+def _gathered(module: torch.nn.Module, tensor_parallel_size: int) -> NamedShards:
+    """DeepSpeed's tensor parallelism: a parameter at a time is whole on all ranks, and each copies its range.
+
+    Ranks that share layers, neighbours, also have parameters that are not split. Those may drift apart, for their
+    gradients need not be the same sums everywhere; OpenRLHF saves and sends what the first of the ranks has, so the
+    others hold nothing of them.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    replica, place = divmod(rank, tensor_parallel_size)
     for name, parameter in module.named_parameters():
-        with deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], module, enabled=True):
-            start, end = _own_range(parameter.numel())
-            shard = FlatShard(tuple(parameter.shape), start, _flat(name, parameter)[start:end].clone())
+        with layers.GatherReplacedLayerParams([parameter], module, enabled=True):
+            if getattr(parameter, layers.DS_IS_REPLACED_MODULE, False):
+                shard = _range(name, parameter, rank, world)
+            elif place == 0:
+                shard = _range(name, parameter, replica, world // tensor_parallel_size)
+            else:
+                shard = FlatShard(tuple(parameter.shape), 0, parameter.detach().new_empty(0))
+            shard = replace(shard, local=shard.local.clone())
         yield name, shard
 
 
-def _own_range(elements: int) -> tuple[int, int]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return elements * rank // world, elements * (rank + 1) // world
+def _range(name: str, parameter: torch.Tensor, number: int, parts: int) -> FlatShard:
+    """The `number`-th of as many ranges of a parameter that is whole here, a view."""
+    start, end = (parameter.numel() * at // parts for at in (number, number + 1))
+    return FlatShard(tuple(parameter.shape), start, _flat(name, parameter)[start:end])
 
 
 def _flat(name: str, parameter: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytest.importorskip("openrlhf")
 
@@ -23,8 +25,9 @@ from safetensors.torch import load_file
 from helpers import assert_bits_equal
 from sparrowrl.delta.journal import Journal
 from sparrowrl.delta.materialize import materialize
-from sparrowrl.errors import LayoutError
+from sparrowrl.errors import FrameworkUnsupported, LayoutError
 from sparrowrl.openrlhf_plugin.checkpoint_names import Saved, saved_as
+from sparrowrl.openrlhf_plugin.weights import ActorWeights
 
 SCRIPT = Path(__file__).with_name("weights_rank.py")
 TESTS = Path(__file__).parents[1]
@@ -33,10 +36,17 @@ RUN_KEY = bytes(range(32))
 
 IN_PLACE = {
     1: ["zero2-moe", "zero3"],
-    2: ["zero1", "zero2", "zero2-fp16", "zero3-moe", "zero3-persistent"],
+    2: [
+        *("zero1", "zero2", "zero2-fp16", "zero2-sleep"),
+        *("zero3-moe", "zero3-persistent", "zero3-hpz", "zero3-sleep"),
+    ],
     3: ["zero2-moe", "zero3"],
 }
-MORE = {1: ["lora"], 2: ["tensor-parallel"], 3: []}
+TENSOR_PARALLEL = {
+    2: ["tensor-parallel", "tensor-parallel-tied", "tensor-parallel-drifting"],
+    4: ["tensor-parallel", "tensor-parallel-drifting"],
+}
+MORE = {1: ["lora"]}
 
 
 def start(folder: Path, world: int, scenarios: list[str]) -> Path:
@@ -77,7 +87,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
     @cache
     def run(world: int) -> Path:
-        return start(tmp_path_factory.mktemp(f"ranks-{world}"), world, [*IN_PLACE[world], *MORE[world]])
+        scenarios = [each for some in (IN_PLACE, TENSOR_PARALLEL, MORE) for each in some.get(world, [])]
+        return start(tmp_path_factory.mktemp(f"ranks-{world}"), world, scenarios)
 
     return run
 
@@ -104,14 +115,19 @@ def check_bits(folder: Path, scenario: str) -> int:
     return sum(tensor.numel() for tensor in saved[0].values())
 
 
-@pytest.mark.parametrize(
-    ("world", "scenario"),
-    [
-        pytest.param(world, each, marks=[pytest.mark.slow] if world == 3 else [])
-        for world, some in IN_PLACE.items()
-        for each in some
-    ],
-)
+def cases(scenarios: dict[int, list[str]]) -> pytest.MarkDecorator:
+    """Scenarios with their number of ranks; more than two of these share the test machines' two cores."""
+    return pytest.mark.parametrize(
+        ("world", "scenario"),
+        [
+            pytest.param(world, each, marks=[pytest.mark.slow] if world > 2 else [])
+            for world, some in scenarios.items()
+            for each in some
+        ],
+    )
+
+
+@cases(IN_PLACE)
 def test_shards_are_read_in_place_and_make_up_what_openrlhf_saves(
     ranks: Callable[[int], Path], world: int, scenario: str
 ) -> None:
@@ -123,10 +139,13 @@ def test_shards_are_read_in_place_and_make_up_what_openrlhf_saves(
     assert most - least < weights // 10  # nobody has much more to do than others
 
 
-def test_a_tensor_parallel_trainer_is_gathered_and_each_rank_keeps_its_range(ranks: Callable[[int], Path]) -> None:
-    weights = check_bits(ranks(2), "tensor-parallel")
-    every = seen(ranks(2), "tensor-parallel", 2)
-    assert sum(each["held"][0] for each in every) == weights
+@cases(TENSOR_PARALLEL)
+def test_a_tensor_parallel_trainer_is_gathered_and_each_rank_keeps_its_range(
+    ranks: Callable[[int], Path], world: int, scenario: str
+) -> None:
+    weights = check_bits(ranks(world), scenario)
+    every = seen(ranks(world), scenario, world)
+    assert all(sum(held) == weights for held in zip(*(each["held"] for each in every), strict=True))
     assert all(count > 0 for each in every for count in each["collectives"])
 
 
@@ -135,14 +154,110 @@ def test_adapters_are_refused(ranks: Callable[[int], Path]) -> None:
     assert only["error"].startswith("FrameworkUnsupported: expected no adapters")
 
 
-def test_a_parameter_that_is_saved_as_no_range_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def revert(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        ((name, tensor),) = weights.items()
-        return {f"{name}.even": tensor[::2], f"{name}.odd": tensor[1::2]}
+# Without DeepSpeed's engines.
 
+
+def actor(module: Any, **attributes: Any) -> Any:
+    return SimpleNamespace(model=SimpleNamespace(module=module), **attributes)
+
+
+@pytest.mark.parametrize(
+    ("given", "zero_stage", "tensor_parallel_size", "message"),
+    [
+        (actor(SimpleNamespace(is_quantized=True)), 2, 1, r"got a quantized model \(--ds\.load_in_4bit"),
+        (actor(SimpleNamespace(), is_vlm=True), 2, 1, "expected a text model, got a multimodal one"),
+        (actor(SimpleNamespace()), 3, 2, r"--ds\.zero_stage 1 or 2 with --ds\.tensor_parallel_size 2, got 3"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    given: Any, zero_stage: int, tensor_parallel_size: int, message: str
+) -> None:
+    with pytest.raises(FrameworkUnsupported, match=message):
+        ActorWeights(given, zero_stage, tensor_parallel_size)
+
+
+def partition(elements: int, of: int, device: str = "cpu") -> Any:
+    """A ZeRO-3 partition of that many elements, of which so many are in memory."""
+    tensor: Any = torch.zeros(elements, device=device)
+    tensor.ds_numel = of
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("held", "got"),
+    [
+        (None, "a parameter without one"),
+        (partition(1, of=6), "1 of 6 elements on cpu"),  # as of a partition that is on a disk
+        (partition(6, of=6, device="meta"), "6 of 6 elements on meta"),
+    ],
+)
+def test_a_partition_that_is_elsewhere_is_refused_by_name(held: Any, got: str) -> None:
+    module: Any = torch.nn.Linear(2, 3, bias=False)
+    module.weight.ds_tensor = held
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        with pytest.raises(LayoutError, match=f"weight: expected a ZeRO-3 partition in memory, got {got}"):
+            list(ActorWeights(actor(module), 3, 1).shards())
+    finally:
+        dist.destroy_process_group()
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def save_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, torch.Tensor], Tensors]], None]:
+    """Has transformers save each parameter as what a function makes of it."""
     import transformers.core_model_loading
 
-    monkeypatch.setattr(transformers.core_model_loading, "revert_weight_conversion", revert)
+    def install(convert: Callable[[str, torch.Tensor], Tensors]) -> None:
+        def revert(model: Any, weights: Tensors) -> Tensors:
+            ((name, tensor),) = weights.items()
+            return convert(name, tensor)
+
+        monkeypatch.setattr(transformers.core_model_loading, "revert_weight_conversion", revert)
+
+    return install
+
+
+NO_RANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second row": lambda w: w[:, ::2],
+    "another order of rows": lambda w: w.flip(1),
+    "transposed": lambda w: w.transpose(1, 2).contiguous(),
+    "another order in rows": lambda w: torch.cat([w[..., 1::2], w[..., ::2]], -1),
+    "interleaved in rows": lambda w: w.reshape(*w.shape[:-1], 2, -1).transpose(-1, -2).reshape(w.shape),
+    "a part of each row": lambda w: w[..., : w.shape[-1] // 2],
+    "other values": lambda w: w + 1,
+    "a shape of its own": lambda w: w.reshape(2, 4, 2, 3),
+}
+
+
+@pytest.mark.parametrize("kind", NO_RANGES)
+def test_a_parameter_that_is_saved_as_no_range_is_refused_by_name(
+    save_as: Callable[[Callable[[str, torch.Tensor], Tensors]], None], kind: str
+) -> None:
+    save_as(lambda name, tensor: {f"{name}.made": NO_RANGES[kind](tensor)})
+    with pytest.raises(LayoutError, match=r"^w.*: expected"):
+        saved_as(SimpleNamespace(), "w", (2, 4, 6))
+
+
+def test_ranges_of_whole_rows_are_found(save_as: Callable[[Callable[[str, torch.Tensor], Tensors]], None]) -> None:
+    save_as(lambda name, tensor: {f"{name}.even": tensor[::2], f"{name}.odd": tensor[1::2]})
     with pytest.raises(LayoutError, match=r"w\.even: expected a range of the elements of w \(4, 3\), got others"):
         saved_as(SimpleNamespace(), "w", (4, 3))
-    assert saved_as(SimpleNamespace(), "w", (2, 3)) == [Saved("w.even", 0, (1, 3)), Saved("w.odd", 3, (1, 3))]
+    assert saved_as(SimpleNamespace(), "w", (2, 9)) == [Saved("w.even", 0, (1, 9)), Saved("w.odd", 9, (1, 9))]
+    save_as(lambda name, tensor: dict(zip("ab", tensor.chunk(2), strict=True)))
+    assert saved_as(SimpleNamespace(), "bias", (6,)) == [Saved("a", 0, (3,)), Saved("b", 3, (3,))]
+
+
+def test_a_tensor_that_is_saved_of_two_parameters_is_refused_by_name(
+    save_as: Callable[[Callable[[str, torch.Tensor], Tensors]], None],
+) -> None:
+    save_as(lambda name, tensor: {"qkv": tensor.clone()})
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(2, 3, bias=False) for name in "qk"})
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        with pytest.raises(LayoutError, match=r"qkv: expected it to be saved of one .*, got q.weight and k.weight"):
+            list(ActorWeights(actor(module), 2, 1).shards())
+    finally:
+        dist.destroy_process_group()
