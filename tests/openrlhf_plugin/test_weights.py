@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 pytest.importorskip("openrlhf")
 
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from zoo import FAMILIES, make_model
 
 from helpers import assert_bits_equal
 from sparrowrl.delta.journal import Journal
@@ -155,6 +158,25 @@ def test_adapters_are_refused(ranks: Callable[[int], Path]) -> None:
 
 
 # Without DeepSpeed's engines.
+
+FAMILIES_HERE = [
+    *("llama", "gemma3", "gpt2", "phi3", "qwen3-tied", "qwen3-moe", "qwen3-moe-stacked", "qwen3-next", "mixtral"),
+    *("gpt-oss", "deepseek-v2", "deepseek-v3", "granite-moe-hybrid", "lfm2", "mamba2"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_parameters_are_given_as_they_are_saved(family: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "made", family)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=FAMILIES[family].dtype)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        for piece in saved_as(model, name, tuple(parameter.shape)):
+            elements = parameter.detach().reshape(-1)[piece.begin : piece.begin + math.prod(piece.shape)]
+            assert_bits_equal(elements.reshape(piece.shape), saved.pop(piece.name))
+    buffers = [saved_as(model, name, tuple(buffer.shape))[0].name for name, buffer in model.named_buffers()]
+    assert saved.keys() <= set(buffers)
 
 
 def actor(module: Any, **attributes: Any) -> Any:
