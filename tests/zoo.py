@@ -142,7 +142,9 @@ _MLA = {
     "n_group": 1,
     "topk_group": 1,
 }
-_MLA_ARGUMENTS = {"block_size": 16}
+_MLA_ARGUMENTS: dict[str, Any] = {"block_size": 16}
+if torch.cpu._is_amx_tile_supported():  # else vLLM's CPU build takes a kernel that packs the projections out of reach
+    _MLA_ARGUMENTS["attention_backend"] = "CPU_MLA"
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3Config", _DENSE),

@@ -14,7 +14,6 @@ from engines import ENGINE_ARGS, ENVIRONMENT, EXTENSION, Tensors, make_model
 from followed import ENGINE_ID, Site, Start
 
 from helpers import skip_before
-from sparrowrl.vllm_worker_ext import plugin
 
 Checkpoint = Callable[[str], tuple[Path, Tensors]]
 
@@ -37,19 +36,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """engine(folder, **arguments) -> a vllm.LLM in this process, shut down after the test.
 
-    All of them multiply as one that follows does. vLLM's CPU build has other kernels for others, which round in another
-    way on CPUs with AMX.
+    Unless it `packs`, it multiplies as one that follows: vLLM's CPU build has other kernels for others, which round in
+    another way on CPUs with AMX.
     """
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(plugin, "_updates_weights", lambda config: True)
     made: list[Any] = []
 
-    def start(folder: Path, **arguments: Any) -> Any:
+    def start(folder: Path, packs: bool = False, **arguments: Any) -> Any:
         from vllm import LLM
 
         if "quantization" in arguments:
             skip_before("0.29", "quantises at loading")
+        if not packs:
+            monkeypatch.setattr(_dispatcher(), "dispatch_cpu_unquantized_gemm", _as_if_it_followed)
         made.append(LLM(model=str(folder), **{**ENGINE_ARGS, **arguments}))
         return made[-1]
 
@@ -59,6 +59,19 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     torch.set_default_dtype(torch.float32)  # which vLLM before 0.32 leaves changed if an engine fails to start
     _take_extensions_off()
     gc.collect()
+
+
+def _dispatcher() -> Any:
+    """vLLM's module, with our own wrapper in it, which stays when a test's is taken out."""
+    from vllm.model_executor.layers import utils
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return utils
+
+
+def _as_if_it_followed(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 def _take_extensions_off() -> None:

@@ -357,7 +357,7 @@ def test_attaching_without_a_directory_answers_and_does_not_raise(bench: Callabl
 def test_an_engine_that_is_not_ours_still_packs_its_weights(
     engine: Start, checkpoint: Callable[[str], tuple[Path, Tensors]]
 ) -> None:
-    llm = engine(checkpoint("qwen3")[0])
+    llm = engine(checkpoint("qwen3")[0], packs=True)
     assert worker_of(llm).get_model().model.layers[0].mlp.down_proj.weight.numel() == 0
 
 
