@@ -36,6 +36,9 @@ def check_arguments(flat: Mapping[str, Any]) -> None:
         f"--data.max_images_per_prompt {flat['data.max_images_per_prompt']} (a multimodal model)": (
             flat["data.max_images_per_prompt"] > 0
         ),
+        f"--ds.zero_stage 3 together with --ds.tensor_parallel_size {flat['ds.tensor_parallel_size']}": (
+            flat["ds.zero_stage"] == 3 and flat["ds.tensor_parallel_size"] > 1
+        ),
         "--vllm.sync_with_ray (nothing goes through Ray's collectives)": flat["vllm.sync_with_ray"],
     }
     named = [what for what, asked in refused.items() if asked]

@@ -31,6 +31,7 @@ COMMAND_LINES: dict[str, list[str]] = {
     "lora": [*OURS, "--ds.lora.rank", "8"],
     "4 bit": [*OURS, "--ds.load_in_4bit"],
     "multimodal": [*OURS, "--data.max_images_per_prompt", "1"],
+    "zero 3 and tensor parallel": [*OURS, "--ds.zero_stage", "3", "--ds.tensor_parallel_size", "2"],
     "ray": [*OURS, "--vllm.sync_with_ray"],
 }
 
@@ -77,6 +78,10 @@ def test_help_has_openrlhfs_flags_and_ours(answers: dict[str, dict[str, Any]]) -
         ("lora", "FrameworkUnsupported: --vllm.sync_backend sparrow: not supported with --ds.lora.rank 8"),
         ("4 bit", "not supported with --ds.load_in_4bit"),
         ("multimodal", "not supported with --data.max_images_per_prompt 1"),
+        (
+            "zero 3 and tensor parallel",
+            "not supported with --ds.zero_stage 3 together with --ds.tensor_parallel_size 2",
+        ),
         ("ray", "not supported with --vllm.sync_with_ray"),
     ],
 )
