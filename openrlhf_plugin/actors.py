@@ -16,6 +16,7 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor, vllm_engine
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
+from sparrowrl.errors import EngineDied
 from sparrowrl.job.replica import Replica, Report
 from sparrowrl.openrlhf_plugin.flags import BACKEND
 
@@ -46,6 +47,17 @@ class SparrowRolloutActor(_undecorated(vllm_engine.RolloutRayActor)):  # type: i
         kwargs["weight_transfer_config"] = {"backend": BACKEND}
         await super().__init__(*args, **kwargs)
         self._replica: Replica | None = None
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As OpenRLHF's. Raises EngineDied and FingerprintMismatch that name the engine."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._replica is None:
+            return await super().generate(*args, **kwargs)
+        try:
+            return await self._replica.serving(super().generate(*args, **kwargs))
+        except EngineDeadError as error:
+            raise EngineDied(f"{self._replica.name}: its engine died while it served a request") from error
 
     async def sparrow_host(self) -> str:
         """Name of the engine's machine."""

@@ -14,6 +14,8 @@ from sparrowrl.job.ray_errors import ours
 from sparrowrl.job.replica import Report
 from sparrowrl.job.trainer_rank import Run, follow_settings
 
+_START_S = 4 * 3600.0  # for a large model, with its compilation; Ray itself tells of an engine that dies meanwhile
+
 
 class Engines:
     """The Ray actors that own the engines (actors.SparrowRolloutActor), called engine-0, engine-1 and so on."""
@@ -25,8 +27,8 @@ class Engines:
         return len(self._actors)
 
     def hosts(self) -> set[str]:
-        """The names of their machines. Raises EngineDied, DeadlineExceeded."""
-        return set(self._all("the names of the engines' machines", [a.sparrow_host.remote() for a in self._actors]))
+        """The names of their machines, when they have loaded their models. Raises EngineDied, DeadlineExceeded."""
+        return set(self._all("the engines to start", [a.sparrow_host.remote() for a in self._actors], _START_S))
 
     def wake(self) -> None:
         """Wake the weights of all engines up. Raises as `hosts`."""
@@ -44,14 +46,15 @@ class Engines:
         calls = [actor.sparrow_reach.remote(*arguments) for actor in self._actors]
         return self._all(f"the engines to be at version {version}", calls)
 
-    def _all(self, what: str, calls: list[Any]) -> list[Any]:
+    def _all(self, what: str, calls: list[Any], seconds: float | None = None) -> list[Any]:
         """All results, in order; the first failure, whichever engine's, as the SparrowError that it is."""
-        seconds = 2 * self._options.timeout  # the other side has deadlines of its own, and says more
+        if seconds is None:
+            seconds = 2 * self._options.timeout  # the other side has deadlines of its own, and says more
         deadline, pending = time.monotonic() + seconds, calls
         while pending:
             done, pending = ray.wait(pending, timeout=max(deadline - time.monotonic(), 0))
             if not done:
-                raise DeadlineExceeded(f"waited {seconds} s for {what}: no answer; is a process of the job stuck?")
+                raise DeadlineExceeded(f"waited {seconds:.0f} s for {what}: no answer; is a process of the job stuck?")
             for call in done:
                 _result(call, f"engine-{calls.index(call)}")
         return list(ray.get(calls, timeout=seconds))

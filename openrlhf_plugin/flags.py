@@ -42,7 +42,7 @@ _FLAGS: tuple[tuple[str, type, str, str], ...] = (
 
 def backend_of(argv: Sequence[str]) -> str:
     """The sync backend that the command line asks for, read as OpenRLHF's parser reads it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(_SYNC_BACKEND, default=_STOCK_BACKEND)
     return str(parser.parse_known_args(list(argv))[0].__dict__[_SYNC_BACKEND.lstrip("-")])
 
@@ -60,8 +60,9 @@ def _options(given: dict[str, Any]) -> Options:
 def added(argv: Sequence[str]) -> Iterator[None]:
     """Inside, OpenRLHF's parser has our flags too, if its command line asks for our backend or for help."""
     stock = argparse.ArgumentParser.parse_args
-    if backend_of(argv) == BACKEND or not {"-h", "--help"}.isdisjoint(argv):
-        argparse.ArgumentParser.parse_args = partialmethod(_parse, stock)  # type: ignore[assignment, method-assign]
+    asked = backend_of(argv) == BACKEND or not {"-h", "--help"}.isdisjoint(argv)
+    parse = _parse if asked else _parse_without
+    argparse.ArgumentParser.parse_args = partialmethod(parse, stock)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -87,4 +88,13 @@ def _parse(parser: argparse.ArgumentParser, stock: Callable[..., Any], *args: An
         _options({name: getattr(parsed, f"sparrow.{name}") for name, *_ in _FLAGS})
     except SparrowError as error:
         parser.exit(2, f"{type(error).__name__}: {error}\n")  # without the usage, which is longer than a screen
+    return parsed
+
+
+def _parse_without(parser: argparse.ArgumentParser, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Parse as OpenRLHF does, which takes a backend that it does not know for NCCL, so ours must not be miswritten."""
+    parsed = stock(parser, *args, **kwargs)
+    backend = str(vars(parsed).get(_SYNC_BACKEND.lstrip("-")))
+    if backend.strip().casefold() == BACKEND:
+        parser.exit(2, f"ConfigError: {_SYNC_BACKEND}: expected {BACKEND}, got {backend!r}\n")
     return parsed

@@ -21,28 +21,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     With another backend this is OpenRLHF's own command. Raises what OpenRLHF raises.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if flags.backend_of(arguments) == flags.BACKEND:
-        try:
-            support.check_usable()
-        except FrameworkUnsupported as error:
-            return _failed(error, 2)
-        from sparrowrl.openrlhf_plugin import actors
-
-        actors.install()
-    sys.argv = [_STOCK, *arguments]
+    if flags.backend_of(arguments) != flags.BACKEND:
+        _run(arguments)
+        return 0
     try:
-        with flags.added(arguments):
-            runpy.run_module(_STOCK, run_name="__main__", alter_sys=True)
-    except SparrowError as error:
-        return _failed(error, 1)
+        support.check_usable()
+    except FrameworkUnsupported as error:
+        return _failed(error, 2)
+    import ray
+
+    from sparrowrl.job.ray_errors import ours
+    from sparrowrl.openrlhf_plugin import actors
+
+    actors.install()
+    try:
+        _run(arguments)
+    except ray.exceptions.RayError as error:
+        if (own := ours(error, "a process of the job")) is None:
+            raise
+        sys.stderr.write(f"{error}\n")  # it tells of all the calls
+        return _failed(own, 1)
     return 0
 
 
-def _failed(error: BaseException, status: int) -> int:
-    """Say it, in one line at the end: what Ray raises, of the first error's class too, tells of all calls."""
-    while (cause := getattr(error, "cause", None)) is not None:
-        sys.stderr.write(f"{error}\n")
-        error = cause
+def _run(arguments: list[str]) -> None:
+    sys.argv = [_STOCK, *arguments]
+    with flags.added(arguments):
+        runpy.run_module(_STOCK, run_name="__main__", alter_sys=True)
+
+
+def _failed(error: SparrowError, status: int) -> int:
+    """Say it, in one line."""
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     return status
 

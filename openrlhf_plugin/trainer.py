@@ -44,10 +44,11 @@ class SparrowActorPPOTrainer(ActorPPOTrainer):  # type: ignore[misc]
         self._weights = ActorWeights(self.actor, self.args.ds.zero_stage, self.args.ds.tensor_parallel_size)
         self._has_anchor = False
         self._reports: list[Report] = []  # rank 0's, of the last sync
+        self._engines_hosts = self._engines.hosts()  # by all ranks, for that may take longer than any later wait
         self._ranks: Ranks = SingleProcess()
         if dist.get_world_size() > 1:
-            # The others wait for rank 0 while it waits for the engines, within their deadline and some more.
-            self._ranks = TorchRanks(timeout=timedelta(seconds=2 * self._options.timeout + 60))
+            # The others wait for rank 0 while it waits for the engines: at most for two calls, and some more.
+            self._ranks = TorchRanks(timeout=timedelta(seconds=4 * self._options.timeout + 60))
         run, hosts = json.loads(together(self._ranks, socket.gethostname, self._open))
         self._rank.join_run(run, hosts, self._ranks)
         sent = self._send()
@@ -78,7 +79,7 @@ class SparrowActorPPOTrainer(ActorPPOTrainer):  # type: ignore[misc]
 
     def _open(self, hosts: list[str]) -> str:
         """Rank 0: begin the run. Returns it and the ranks' hosts, as JSON."""
-        elsewhere = self._engines.hosts() - {hosts[0]}
+        elsewhere = self._engines_hosts - {hosts[0]}
         run = self._rank.open_run(hosts, bool(elsewhere), ray.util.get_node_ip_address())
         return json.dumps((run, hosts))
 

@@ -88,7 +88,7 @@ def _record_reports(module: ModuleType) -> None:
 
     async def reach(self: Any, *arguments: Any) -> Any:
         report = await original(self, *arguments)
-        _write(f"{self._name}.jsonl", report)
+        _write(f"{self.name}.jsonl", report)
         return report
 
     replica_class.reach = reach

@@ -81,7 +81,7 @@ class Follower:
         self._drain_until = 0.0
         self._paused: Any = None  # the scheduler's pause state before the drain
         self._written = (self.status, False)
-        self._postponed: Callable[[], None] | None = None  # a job that came while the weights slept
+        self._postponed: deque[Callable[[], None]] = deque()  # jobs that came while the weights slept
         self._stop = threading.Event()
         self._agent = AgentProcess(node.root, config)
         self.arrival = Arrival(node, self._agent, config, self._stop)
@@ -161,9 +161,8 @@ class Follower:
         self._note(self._call("status"))
         if self.status.condition == "exact":
             self._audit()
-        postponed, self._postponed = self._postponed, None
-        if postponed is not None:
-            postponed()
+        while self._postponed:
+            self._postponed.popleft()()
 
     def after_step(self, outputs: Any) -> None:
         """Count what the step has generated."""
@@ -183,7 +182,7 @@ class Follower:
                     self._look()
                 elif self._draining not in (None, late) and time.monotonic() > self._drain_until:
                     late = self._draining  # the engine may be making no steps, paused by its owner
-                    self._submit(self._end_drain)
+                    self._submit(self._end_late_drain)
             except (SparrowError, OSError) as error:
                 problem = f"node directory {self._node.root}: {error}"
                 if isinstance(error, CorruptData):
@@ -245,7 +244,7 @@ class Follower:
         if self._stop.is_set():  # the engine may be another follower's by now
             return
         if self.asleep:
-            self._postponed = job
+            self._postponed.append(job)
         else:
             job()
 
@@ -271,6 +270,12 @@ class Follower:
 
     def _drained(self) -> bool:
         return not self._core.scheduler.running and not self._core.batch_queue
+
+    def _end_late_drain(self) -> None:
+        if self._draining is None:  # it has just ended by itself
+            self._busy.clear()
+        else:
+            self._end_drain()
 
     def _end_drain(self) -> None:
         if self._draining is None or self.asleep:

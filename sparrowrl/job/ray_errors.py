@@ -11,8 +11,10 @@ def ours(error: Exception, name: str) -> SparrowError | None:
     """The SparrowError that the called method raised, without Ray's wrapping, or EngineDied, which says that `name` is
     gone, if its process is; None for what is no error of ours.
     """
-    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, SparrowError):
-        return error.cause
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause  # of a call that another call has made
+    if isinstance(error, SparrowError):
+        return error
     if isinstance(error, ray.exceptions.RayActorError):
         return EngineDied(f"{name}: its process is gone: {str(error).splitlines()[0]}")
     return None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
-from typing import Any, TypedDict
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypedDict, TypeVar
 
 from sparrowrl import errors
 from sparrowrl.errors import DeadlineExceeded, EngineDied, FingerprintMismatch, SparrowError
 from sparrowrl.transport.node import AgentStatus, EngineStatus, NodeDirectory
 
 _POLL_S = 0.01
+_LOOK_S = 1.0  # while a request runs
+
+T = TypeVar("T")
 
 
 class Report(TypedDict):
@@ -34,8 +37,9 @@ class Replica:
     """
 
     def __init__(self, engine: Any, name: str) -> None:
-        self._engine, self._name = engine, name
+        self._engine, self.name = engine, name
         self._node: NodeDirectory | None = None
+        self._audit_every = 0
         self._reported = -1  # the last version whose activation was reported
 
     async def follow(self, settings: Mapping[str, Any]) -> str:
@@ -44,16 +48,18 @@ class Replica:
         Returns the engine's condition: "exact", or "unknown" if its weights are not those of version 0, until an
         anchor. Raises what the engine says: ConfigError, TransportError, PlacementError, EngineUnsupported.
         """
-        told = {**settings, "engine_id": self._name}
+        told = {**settings, "engine_id": self.name}
         answer = await self._engine.engine_core.call_utility_async("sparrow_follow", told)
         if (problem := answer["error"]) is not None:
-            raise _named(problem["error"])(f"{self._name}: {problem['message']}")
+            raise _named(problem["error"])(f"{self.name}: {problem['message']}")
         self._node = NodeDirectory.open(answer["node_dir"])
+        self._audit_every = int(settings.get("audit_every", 0))
         self._reported = -1
         return str(answer["condition"])
 
     async def reach(self, version: int, state: str, seconds: float, has_anchor: bool) -> Report:
-        """Wait until the engine is at `version`, whose state is `state` (hex), or at a later one.
+        """Wait until the engine is at `version`, with `state` (hex), and has audited it if that is due; or until it is at a
+        later one.
 
         Returns early if the engine is "unknown" and there is no anchor that could help it. Raises EngineDied,
         FingerprintMismatch if live weights were found to be others than they should be, and DeadlineExceeded that says
@@ -63,33 +69,42 @@ class Replica:
         deadline = time.monotonic() + seconds
         while True:
             status, agent = self._node.engine.read() or EngineStatus(), self._node.agent.read()
-            self._check_proofs(version, status)
+            _check_proofs(self.name, status)
             at = status.version if status.condition == "exact" else None
-            if at is not None and at >= version:
+            if at is not None and at >= version and not (at == version and self._audit_is_due(status)):
                 if at == version and status.state != state:
                     raise FingerprintMismatch(
-                        f"{self._name}: expected version {version} in state {state}, got {status.state}"
+                        f"{self.name}: expected version {version} in state {state}, got {status.state}"
                     )
                 return self._report(status, agent)
             if status.condition == "unknown" and not has_anchor:
                 return self._report(status, agent)
             if self._engine.errored:
-                raise EngineDied(f"{self._name}: its engine died while version {version} was on its way")
+                raise EngineDied(f"{self.name}: its engine died while version {version} was on its way")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{self._name}: expected version {version} within {seconds:.0f} s, got "
+                    f"{self.name}: expected version {version} within {seconds:.0f} s, got "
                     f"{status.version} ({status.condition}); {self._known_trouble(status, agent)}"
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _check_proofs(self, version: int, status: EngineStatus) -> None:
-        """An engine whose writes did not take, or whose weights changed under it, is broken: no anchor mends that."""
-        failed = status.fingerprint_ok is False or (status.audit_ok is False and status.condition == "unknown")
-        if failed:
-            said = "its audit failed" if status.error is None else status.error.message
-            raise FingerprintMismatch(
-                f"{self._name}: at version {status.version}, on its way to {version}: {said}; restart this engine"
-            )
+    async def serving(self, answer: Coroutine[Any, Any, T]) -> T:
+        """What a request comes to. An engine that is found to have other weights than it should serves nothing more, so
+        whoever waits for it must be told: raises FingerprintMismatch then.
+        """
+        task = asyncio.ensure_future(answer)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_LOOK_S)
+                if self._node is not None and not task.done():
+                    _check_proofs(self.name, self._node.engine.read() or EngineStatus())
+            return await task
+        finally:
+            task.cancel()
+
+    def _audit_is_due(self, status: EngineStatus) -> bool:
+        version = status.version or 0
+        return bool(self._audit_every) and version % self._audit_every == 0 and status.audited != version
 
     def _report(self, status: EngineStatus, agent: AgentStatus | None) -> Report:
         new = [each for each in status.activations if each.version > self._reported]
@@ -111,6 +126,14 @@ class Replica:
         if status.asleep:
             return said or "its weights sleep: wake them up before a sync"
         return said or "nobody reported an error"
+
+
+def _check_proofs(name: str, status: EngineStatus) -> None:
+    """An engine whose writes did not take, or whose weights changed under it, is broken: no anchor mends that."""
+    if status.fingerprint_ok is False or (status.audit_ok is False and status.condition == "unknown"):
+        said = "its audit failed" if status.error is None else status.error.message
+        last = status.activations[-1].version if status.activations else 0
+        raise FingerprintMismatch(f"{name}: after version {last}: {said}; restart this engine")
 
 
 def _named(name: str) -> type[SparrowError]:

@@ -106,8 +106,43 @@ def test_the_right_version_in_another_state_is_a_mismatch_that_names_both(
 )
 def test_a_proof_that_failed_is_an_error_at_once(node: NodeDirectory, replica: Replica, status: EngineStatus) -> None:
     node.engine.write(status)
-    with pytest.raises(FingerprintMismatch, match=r"engine-0: at version .*, on its way to 3: .*read back 0x1"):
+    with pytest.raises(FingerprintMismatch, match=r"engine-0: after version 0: .*read back 0x1; restart"):
         reach(replica, seconds=600.0)
+
+
+@pytest.mark.parametrize("audited", [2, 3])
+def test_an_audit_that_is_due_is_waited_for(node: NodeDirectory, engine: EngineStandIn, audited: int) -> None:
+    replica = Replica(engine, "engine-0")
+    asyncio.run(replica.follow({"audit_every": 3}))
+    node.engine.write(replace(AT_3, audited=audited))
+    if audited == 3:
+        assert reach(replica)["audited"] == 3
+    else:
+        with pytest.raises(DeadlineExceeded, match=r"expected version 3"):
+            reach(replica)
+    node.engine.write(replace(AT_3, version=4, audited=3))
+    assert reach(replica, version=4)["version"] == 4  # none is due
+
+
+def test_a_request_ends_with_its_answer_or_when_the_engine_is_found_to_be_broken(
+    node: NodeDirectory, replica: Replica
+) -> None:
+    async def answer() -> int:
+        return 7
+
+    async def never() -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def served() -> None:
+        node.engine.write(AT_3)
+        assert await replica.serving(answer()) == 7
+        request = asyncio.ensure_future(replica.serving(never()))
+        node.engine.write(replace(UNKNOWN, audit_ok=False, error=ErrorInfo("FingerprintMismatch", "read back 0x1")))
+        with pytest.raises(FingerprintMismatch, match="read back 0x1"):
+            await asyncio.wait_for(request, 30)
+
+    asyncio.run(served())
 
 
 def test_an_unknown_engine_is_waited_for_only_if_there_is_an_anchor(node: NodeDirectory, replica: Replica) -> None:

@@ -23,6 +23,8 @@ COMMAND_LINES: dict[str, list[str]] = {
     "stock": STOCK,
     "unknown backend": [*STOCK, "--vllm.sync_backend", "gloo"],
     "ours with a stock backend": [*STOCK, "--sparrow.run", "x"],
+    "abbreviated": [*STOCK, "--vllm.sync_back", "sparrow"],
+    "miswritten": [*STOCK, "--vllm.sync_backend", "Sparrow"],
     "help": ["--help"],
     "misspelt": [*OURS, "--sparrow.journaldir", "/data/j"],
     "wrong value": [*OURS, "--sparrow.in_flight", "abort"],
@@ -52,6 +54,7 @@ def test_our_options_come_with_openrlhfs_arguments(answers: dict[str, dict[str, 
     assert ours(answers["defaults"]["arguments"]) == expected
     given = {"journal_dir": "/data/j", "audit_every": 3}
     assert ours(answers["joined"]["arguments"]) == expected | given
+    assert ours(answers["abbreviated"]["arguments"]) == expected
 
 
 @pytest.mark.parametrize("name", ["stock", "unknown backend"])
@@ -71,6 +74,7 @@ def test_help_has_openrlhfs_flags_and_ours(answers: dict[str, dict[str, Any]]) -
     ("name", "expected"),
     [
         ("ours with a stock backend", "unrecognized arguments: --sparrow.run x"),
+        ("miswritten", "ConfigError: --vllm.sync_backend: expected sparrow, got 'Sparrow'"),
         ("misspelt", "unrecognized arguments: --sparrow.journaldir"),
         ("wrong type", "argument --sparrow.port: invalid int value: 'any'"),
         ("wrong value", "ConfigError: --sparrow.in_flight: expected keep or drain, got 'abort'"),
