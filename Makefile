@@ -42,9 +42,11 @@ verl-demo: .venv-frameworks/.installed
 openrlhf-demo: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m sparrowrl.examples.gsm8k_grpo.openrlhf.cpu $(ARGS)
 
-# The plugins, and the engine side on an older vLLM that both frameworks work with; without a GPU only.
+# The plugins, and what of the engine side depends on vLLM, with an older one that both frameworks work with (all models
+# on it: `make matrix`); without a GPU only.
+ELSEWHERE := $(patsubst %,--ignore=tests/vllm_worker_ext/test_%.py,matrix any_loader agreement)
 test-frameworks: .venv-frameworks/.installed
-	.venv-frameworks/bin/pytest tests/job tests/verl_plugin tests/openrlhf_plugin tests/vllm_worker_ext \
+	.venv-frameworks/bin/pytest tests/job tests/verl_plugin tests/openrlhf_plugin tests/vllm_worker_ext $(ELSEWHERE) \
 		tests/examples/test_verl_example.py tests/examples/test_openrlhf_example.py -m "not slow and not gpu" $(ARGS)
 
 test-frameworks-slow: .venv-frameworks/.installed

@@ -58,8 +58,7 @@ class Replica:
         return str(answer["condition"])
 
     async def reach(self, version: int, state: str, seconds: float, has_anchor: bool) -> Report:
-        """Wait until the engine is at `version`, with `state` (hex), and has audited it if that is due; or until it is at a
-        later one.
+        """Wait until the engine is at `version`, in `state` (hex), and has audited it if due; or until at a later one.
 
         Returns early if the engine is "unknown" and there is no anchor that could help it. Raises EngineDied,
         FingerprintMismatch if live weights were found to be others than they should be, and DeadlineExceeded that says

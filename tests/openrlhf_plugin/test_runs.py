@@ -48,11 +48,6 @@ def test_async_with_partial_rollout_syncs_requests_in_flight(tmp_path: Path) -> 
     assert any(each["tokens_during_transfer"] for each in in_flight)
 
 
-def test_an_engine_of_two_ranks(tmp_path: Path) -> None:
-    """OpenRLHF starts them by vLLM's Ray executor; with prefix caching, whose blocks no later request may read."""
-    run(tmp_path, "--vllm.enable_prefix_caching", tensor_parallel_size=2).assert_exact()
-
-
 def test_engines_that_share_the_trainers_devices_and_sleep_while_it_trains(tmp_path: Path) -> None:
     """Their memory pool is a stand-in (sleeping.py). They sync with their weights awake, and their caches asleep."""
     shared = ("--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep")
@@ -100,27 +95,29 @@ def children(job: subprocess.Popen[bytes], name: str) -> list[psutil.Process]:
     return [each for each in found if name in " ".join([each.name(), *each.cmdline()])]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_killed_trainer_resumes(tmp_path: Path, background: Background, kept: bool) -> None:
-    """From its checkpoint, while engines begin with the base model: in the journal that was kept, or in a new one."""
+def test_a_killed_trainer_resumes_in_a_new_journal_with_engines_of_two_ranks(
+    tmp_path: Path, background: Background
+) -> None:
+    """Engines begin with the base model, and the run with the checkpoint: an anchor brings them to it. OpenRLHF starts
+    engines of several ranks by vLLM's Ray executor.
+    """
     folder = tmp_path / "run"
-    job = background(start(folder, CHECKPOINTS, journal=tmp_path / "journal", steps=40))
+    job = background(start(folder, CHECKPOINTS, steps=40))
     wait_for(reached(folder, 5), 300, "version 5")
     for process in children(job, "SparrowPolicyActor"):
         process.kill()
     assert job.wait(120) == 1
+    assert "EngineDied: a process of the job" in (folder / "job" / "openrlhf.log").read_text()
     before = Run(folder, folder / "records", "").states
-    journal = tmp_path / ("journal" if kept else "another")
-    resumed = run(folder, CHECKPOINTS, RESUME, journal=journal, records="resumed", steps=12)
-    resumed.assert_exact(journal=journal)
-    begun = resumed.states[0]
-    assert begun["tensors"] in [state["tensors"] for state in before[2::2]], "the weights of no checkpoint"
-    newest = before[-1]
-    goes_on = newest["version"] + (begun["tensors"] != newest["tensors"])
-    assert begun["version"] == (goes_on if kept else 0)
+    two_ranks = ("--vllm.enable_prefix_caching", CHECKPOINTS, RESUME)
+    another = tmp_path / "another"
+    resumed = run(folder, *two_ranks, journal=another, records="resumed", steps=12, tensor_parallel_size=2)
+    resumed.assert_exact(journal=another)
+    assert resumed.states[0]["version"] == 0
+    assert resumed.states[0]["tensors"] in [state["tensors"] for state in before[2::2]], "the weights of no checkpoint"
 
 
-def test_an_engine_killed_in_the_middle_of_a_sync_ends_the_job_which_resumes(
+def test_an_engine_killed_in_the_middle_of_a_sync_ends_the_job_which_resumes_in_its_journal(
     tmp_path: Path, background: Background
 ) -> None:
     folder, journal = tmp_path / "run", tmp_path / "journal"
@@ -130,5 +127,8 @@ def test_an_engine_killed_in_the_middle_of_a_sync_ends_the_job_which_resumes(
     os.kill(int((folder / "records" / "hanging").read_text()), signal.SIGKILL)
     assert job.wait(120) == 1
     assert "EngineDied: engine-1: its engine died while version 5 was on its way" in (folder / "said").read_text()
-    resumed = run(folder, CHECKPOINTS, RESUME, journal=journal, records="resumed", steps=8, engines=2)
+    newest = Run(folder, folder / "records", "").states[-1]
+    resumed = run(folder, CHECKPOINTS, RESUME, journal=journal, records="resumed", steps=9, engines=2)
     resumed.assert_exact(engines=2, journal=journal)
+    begun = resumed.states[0]
+    assert begun["version"] == newest["version"] + (begun["tensors"] != newest["tensors"])
