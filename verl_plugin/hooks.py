@@ -138,6 +138,13 @@ def _prepare_server(module: ModuleType) -> None:
 
     stock = module.vLLMHttpServer
     _wrap(stock, "_preprocess_engine_kwargs", "self engine_kwargs", server.prepare)
+    _wrap(
+        stock,
+        "generate",
+        "self prompt_ids sampling_params request_id image_data video_data audio_data mm_processor_kwargs priority "
+        "kv_transfer_params",
+        server.generate,
+    )
     stock.sparrow_host = server.host
     stock.sparrow_follow = server.follow
     stock.sparrow_reach = server.reach

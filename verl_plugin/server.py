@@ -42,6 +42,13 @@ async def follow(server: Any, settings: dict[str, Any]) -> str:
     return str(await server.sparrow.follow(settings))
 
 
+async def generate(original: Any, server: Any, *args: Any, **kwargs: Any) -> Any:
+    """As verl's; a broken engine is told of, as Replica.serving does."""
+    replica: Replica | None = getattr(server, "sparrow", None)
+    answer = original(server, *args, **kwargs)
+    return await (answer if replica is None else replica.serving(answer))
+
+
 async def reach(
     server: Any, version: int, state: str, global_steps: int | None, seconds: float, has_anchor: bool
 ) -> Report:
